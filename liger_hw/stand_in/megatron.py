@@ -252,29 +252,34 @@ def _final_norm(original):
 
 
 def _losses():
-    fused_owner, fused = _required(*FUSED_LOSS, "cross_entropy")
-    unfused_owner, unfused = _required(*UNFUSED_LOSS, "cross_entropy")
-    if not _is_patched(fused):
-
-        @functools.wraps(fused)
-        def fused_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=None):
-            return _cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
-
-        if not list(_copies(FUSED_LOSS_COPIES, fused)):
+    for place, copies, replace in (
+        (FUSED_LOSS, FUSED_LOSS_COPIES, _fused_loss), (UNFUSED_LOSS, UNFUSED_LOSS_COPIES, _unfused_loss),
+    ):  # fmt: skip
+        owner, original = _required(*place, "cross_entropy")
+        if _is_patched(original):
+            continue
+        if place is FUSED_LOSS and not list(_copies(copies, original)):
             logger.warning(
                 "no known module of this megatron-core calls %s.%s: cross_entropy_loss_fusion=True may keep Megatron's "
-                "loss", *FUSED_LOSS,
+                "loss", *place,
             )  # fmt: skip
-        replacement = _marked(fused_vocab_parallel_cross_entropy, fused)
-        yield from _everywhere(fused_owner, FUSED_LOSS[1], FUSED_LOSS_COPIES, replacement)
-    if not _is_patched(unfused):
+        yield from _everywhere(owner, place[1], copies, _marked(replace(original), original))
 
-        @functools.wraps(unfused)
-        def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
-            return _cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)
 
-        replacement = _marked(vocab_parallel_cross_entropy, unfused)
-        yield from _everywhere(unfused_owner, UNFUSED_LOSS[1], UNFUSED_LOSS_COPIES, replacement)
+def _fused_loss(original):
+    @functools.wraps(original)
+    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=None):
+        return _cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
+
+    return fused_vocab_parallel_cross_entropy
+
+
+def _unfused_loss(original):
+    @functools.wraps(original)
+    def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
+        return _cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)
+
+    return vocab_parallel_cross_entropy
 
 
 def _cross_entropy(logits, target, label_smoothing, group):
