@@ -230,16 +230,14 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
         return loss.sum(), z_loss, predicted, entropy
 
 
-def _by_counted_rows(with_kernels, call):
+def _by_counted_rows(with_kernels, call, head, formula, token_weights):
     """Compute a call on as many rows as may count, those that do first."""
-    _prepare(call)
-    rows = len(call.target)
+    (x, *parameters), rows = head, len(call.target)
     factor, target, x, token_weights, order = ce_formula.counted(
-        call.counted_rows, call.target, call.ignore_index, call.x, call.token_weights,
+        call.counted_rows, call.target, call.ignore_index, x, token_weights,
         torch.arange(rows, device=call.target.device),
     )  # fmt: skip
-    taken = {"x": x, "target": target, "token_weights": token_weights}
-    output = _by_chunks(with_kernels, call._replace(**taken, counted_rows=None))
+    output = _on_rows(with_kernels, call._replace(target=target), (x, *parameters), formula, token_weights)
 
     def by_row(value, fill=0):
         return ce_formula.placed(value, order, rows, fill) if value is not None and value.ndim else value
@@ -254,9 +252,14 @@ def _by_counted_rows(with_kernels, call):
 def _by_chunks(with_kernels, call):
     if sharded_head.needs_distribution(call):
         return sharded_head.distributed(fused_linear_cross_entropy, call)
-    if call.counted_rows is not None and call.counted_rows < len(call.target):
-        return _by_counted_rows(with_kernels, call)
-    (x, weight, bias), formula, token_weights = _prepare(call)
+    prepared = _prepare(call)
+    fewer = call.counted_rows is not None and call.counted_rows < len(call.target)
+    return (_by_counted_rows if fewer else _on_rows)(with_kernels, call, *prepared)
+
+
+def _on_rows(with_kernels, call, head, formula, token_weights):
+    """Compute a prepared call on all its rows."""
+    x, weight, bias = head
     targets = ce_formula.Targets.of(call, call.ce_weight, call.reduction, with_kernels)
     plan = Plan.of(call, with_kernels)
     predict = call.return_predicted_tokens or call.return_token_accuracy

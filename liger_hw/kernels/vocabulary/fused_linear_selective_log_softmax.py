@@ -146,12 +146,12 @@ def _fused_linear_selective_log_softmax_backward(
     return gradients_or_none(ChunkedHead(x, weight, bias, plan).run(step, needs_grad), *needs_grad)
 
 
-def _by_counted_rows(with_kernels, call, x, tokens):
+def _by_counted_rows(with_kernels, call, x, weight, bias, tokens, scaling):
     """Compute a call on as many rows as may count; the others get 0."""
     factor, few, x, order = ce_formula.counted(
         call.counted_rows, tokens, call.ignore_index, x, torch.arange(len(tokens), device=tokens.device)
     )
-    output = _by_chunks(with_kernels, call._replace(x=x, tokens=few, counted_rows=None))
+    output = _on_rows(with_kernels, call._replace(tokens=few), x, weight, bias, few, scaling)
     rows = formula.SelectedLogProbs(output) if torch.is_tensor(output) else output
     log_probs, *others = (
         r if r is None else ce_formula.placed(r, order, len(tokens)).reshape(call.tokens.shape) for r in rows
@@ -163,9 +163,13 @@ def _by_counted_rows(with_kernels, call, x, tokens):
 def _by_chunks(with_kernels, call):
     if sharded_head.needs_distribution(call):
         return sharded_head.distributed(fused_linear_selective_log_softmax, call)
-    x, weight, bias, tokens, scaling = _prepare(call)
-    if call.counted_rows is not None and call.counted_rows < len(tokens):
-        return _by_counted_rows(with_kernels, call, x, tokens)
+    prepared = _prepare(call)
+    fewer = call.counted_rows is not None and call.counted_rows < call.tokens.numel()
+    return (_by_counted_rows if fewer else _on_rows)(with_kernels, call, *prepared)
+
+
+def _on_rows(with_kernels, call, x, weight, bias, tokens, scaling):
+    """Compute a prepared call on all its rows."""
     options = scaling, Plan.of(call, with_kernels), call.return_entropy, formula.RowStatistics.of(call), call.return_lse
     return formula.output_of(call, *_fused_linear_selective_log_softmax.apply(x, weight, bias, tokens, *options))
 
