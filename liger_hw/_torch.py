@@ -147,7 +147,7 @@ def has_tangents(arguments) -> bool:
 
 
 @contextmanager
-def autograd_records(recording: bool = True):
+def autograd_records(recording: bool):
     """Set autograd's recording within the block, even inside a registered op.
 
     There the dispatcher excludes autograd's keys.

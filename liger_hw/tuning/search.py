@@ -22,6 +22,8 @@ from liger_hw.hooks import hooks
 from liger_hw.tuning import choice, entries
 from liger_hw.tuning.config import LOCAL, MEASURED, Config
 
+MARGIN = 0.03  # a winner is kept only if it is faster than the heuristic by more than this share, twice
+
 logger = logging.getLogger(__name__)
 
 
@@ -113,7 +115,7 @@ def configurations_of(function) -> list[tuple]:
     return sorted(lookups, key=lambda item: item[0].key(*item[1]))
 
 
-def tune(function, file: Path | None = None, only=None, progress=lambda key, tried, best: None, margin=0.03) -> dict:
+def tune(function, file: Path | None = None, only=None, progress=lambda key, tried, best: None) -> dict:
     """Search downhill from the heuristic of each configuration of `function()`, and keep winners.
 
     A winner is written as soon as it is found, so an interrupted search loses only the one it was at.
@@ -124,7 +126,6 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
         file: the table to write; the user's cache by default.
         only: the keys to search for; all by default.
         progress: called with (key, candidates tried, the best Config so far) after each candidate.
-        margin: a winner is kept only if it beats the heuristic by more than this share, twice; the tables stay small.
 
     Returns:
         key -> {"ms", "heuristic_ms", "candidates"}, and the whole entry of the table where a winner was kept.
@@ -165,9 +166,9 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
                 progress(key, len(times), fastest)
         file = file or entries.cache_file(device)
         kept = None
-        if seconds(best) < seconds(default) * (1 - margin):
+        if seconds(best) < seconds(default) * (1 - MARGIN):
             again, default_again = _seconds(function, key, best), _seconds(function, key, default)
-            if again < default_again * (1 - margin):
+            if again < default_again * (1 - MARGIN):
                 kept = measured_entry(config, best, again, default_again)
         if kept or key in entries.read_table(file):  # a winner of old may have lost to the heuristic
             record(file, {key: kept})

@@ -41,15 +41,19 @@ ACTIVATIONS = {  # the kernel's activation -> torch's, with torch's roundings
 }
 
 
-def validate(gate, up, approximate="tanh", first="gate"):
-    check(gate.is_floating_point() and gate.ndim > 0, first, gate, "floating point rows")
+def validate(gate, up):
+    check(gate.is_floating_point() and gate.ndim > 0, "gate", gate, "floating point rows")
     like = up is None or up.is_floating_point() and up.shape == gate.shape and up.device == gate.device
     check(like, "up", up, gate)
+
+
+def _validate_geglu(gate, up, approximate):
+    validate(gate, up)
     check_known("approximate", approximate, GELU, "Approximations")
 
 
 def _validate_activation(x, activation):
-    validate(x, None, first="x")
+    check(x.is_floating_point() and x.ndim > 0, "x", x, "floating point rows")
     check_known("activation", activation, ACTIVATIONS)
 
 
@@ -80,7 +84,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False) -> torc
     return ACTIVATIONS["silu"](gate) * up
 
 
-@op(validate=validate)
+@op(validate=_validate_geglu)
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_place: bool = False) -> torch.Tensor:
     """Compute gelu(gate) * up (arXiv:2002.05202), as GemmaMLP does.
 

@@ -155,9 +155,9 @@ class Columns:
         """Write the gradient of the logits over them.
 
         Args:
-            dlog_probs: (M,) gradient of log p_y; the others are those of the entropy and of the log-sum-exp.
-            partition: (M, 2) of all ranks. entropy: (M,) or None.
-            dentropy, dlse: or None. coef_each: (M,) E, or None for 0.
+            partition: (M, 2) of all ranks. entropy: (M,), or None without `dentropy`.
+            dlog_probs: (M,) gradient of log p_y. dentropy, dlse: (M,) of entropy and log-sum-exp, or None.
+            coef_each: (M,), subtracted from each logit's gradient after `class_weight` times it; None for 0.
         """
         coef_token = torch.where(self.here, dlog_probs, 0)
         # the softmax's share of a token that another rank holds; kernels subtract it for those here
