@@ -25,7 +25,7 @@ needs_triton = pytest.mark.skipif(not AVAILABLE, reason="kernels need the packag
 @pytest.fixture(autouse=True)
 def an_empty_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
-    tuning.forget()
+    tuning.choice.forget()
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_launches_of_a_forced_backend(on_a_cpu, capsys, name):
         (chosen,) = printed(capsys, "launches", "swiglu", "rope")
     entries = device["configurations"]
     assert {entry["op"] for entry in entries} == set(dispatch.OPS)
-    assert {entry["key"].partition("(")[0] for entry in entries} <= set(tuning.CONFIGS)
+    assert {entry["key"].partition("(")[0] for entry in entries} <= set(tuning.choice.CONFIGS)
     assert {entry["source"] for entry in entries} <= {"heuristic", "shipped"}
     for entry in entries:
         assert entry["meta"] and entry["num_warps"] * device["configured_as"]["warp_size"] <= 1024
@@ -107,7 +107,7 @@ def test_launches_show_the_heuristics_and_the_facts_they_read(on_a_cpu, capsys):
     assert cli.main(["launches", "softmax", "--archs", "gfx942"]) == 0
     text = capsys.readouterr().out
     assert "304 cores, 64 lanes a warp" in text and "without asynchronous copies" in text
-    line = inspect.unwrap(tuning.CONFIGS["softmax_forward"]).__code__.co_firstlineno
+    line = inspect.unwrap(tuning.choice.CONFIGS["softmax_forward"]).__code__.co_firstlineno
     assert f"softmax.py:{line}\n" in text
 
 
@@ -125,23 +125,23 @@ def test_launches_of_architectures_elsewhere(on_a_cpu, capsys):
 @needs_triton
 def test_launches_show_where_a_configuration_comes_from(on_a_cpu, capsys):
     device = nvidia.ARCHS["sm90"]
-    config = tuning.CONFIGS["rms_norm_forward"]
-    entry = tuning.measured_entry(config, config.heuristic(8192, 2, device), 1e-3, 2e-3)
-    tuning.record(tuning.cache_file(device), {config.key(8192, 2): entry})
+    config = tuning.choice.CONFIGS["rms_norm_forward"]
+    entry = tuning.search.measured_entry(config, config.heuristic(8192, 2, device), 1e-3, 2e-3)
+    tuning.search.record(tuning.entries.cache_file(device), {config.key(8192, 2): entry})
     with use_backend("nvidia:sm90"):
         found = printed(capsys, "launches")[0]["configurations"]
     sources = {entry["key"]: entry["source"] for entry in found}
     assert sources.get("rms_norm_forward(8192, 2)", "local") == "local"
-    assert tuning.CONFIGS["rms_norm_forward"](8192, 2, device).source == "local"
+    assert tuning.choice.CONFIGS["rms_norm_forward"](8192, 2, device).source == "local"
 
 
 @needs_triton
 def test_info_says_which_entries_of_tables_are_of_other_code_or_another_triton(on_a_cpu, capsys):
-    device, config = nvidia.ARCHS["sm80"], tuning.CONFIGS["rms_norm_forward"]
-    entry = tuning.measured_entry(config, config.heuristic(8192, 2, device), 1e-3, 2e-3)
+    device, config = nvidia.ARCHS["sm80"], tuning.choice.CONFIGS["rms_norm_forward"]
+    entry = tuning.search.measured_entry(config, config.heuristic(8192, 2, device), 1e-3, 2e-3)
     changes = {"kernel": "0123456789abcdef"}, {"triton": "3.0.0"}, {"triton": "3.0.0"}, {}
     table = {config.key(cols, 2): entry | change for cols, change in enumerate(changes)}
-    tuning.record(tuning.cache_file(device), table)
+    tuning.search.record(tuning.entries.cache_file(device), table)
     with use_backend("nvidia:sm80"):
         local = json.loads(info(capsys, "--json"))["devices"][0]["tables"]["local"]
         text = info(capsys)
@@ -194,7 +194,7 @@ def h200(monkeypatch):
 
         def bench(function):
             asked.clear()
-            asked.extend(config(*shape, device) for config, shape, device in tuning.configurations_of(function))
+            asked.extend(config(*shape, device) for config, shape, device in tuning.search.configurations_of(function))
             return sum(map(cost, asked))
 
         monkeypatch.setattr(tuning.search, "bench", bench)
@@ -207,7 +207,7 @@ def test_tune_writes_a_table(h200, tmp_path, capsys):
     h200(lambda config: 1e-3 / config.num_warps)
     table = tmp_path / "table.json"
     assert cli.main(["tune", "rms_norm", "--shapes", "8192x4096", "8192x8192", "--output", str(table)]) == 0
-    found = tuning.read_table(table)
+    found = tuning.entries.read_table(table)
     assert {"rms_norm_forward(4096, 2)", "rms_norm_forward(8192, 2)", "rms_norm_backward(4096, 2, 2)"} <= found.keys()
     assert all(entry["num_warps"] == 32 and entry["ms"] < entry["heuristic_ms"] for entry in found.values())
     shown = capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_an_interrupted_tune_keeps_its_winners(h200, tmp_path, capsys):
     h200(cost)
     table = tmp_path / "table.json"
     assert cli.main(["tune", "rms_norm", "--output", str(table)]) == 130
-    assert tuning.read_table(table) and "heuristic ms" in capsys.readouterr().out
+    assert tuning.entries.read_table(table) and "heuristic ms" in capsys.readouterr().out
 
 
 @needs_triton

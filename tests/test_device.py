@@ -203,14 +203,16 @@ def test_a_winner_that_cannot_be_launched_here(device, monkeypatch, tmp_path, ca
         pytest.skip("loads ahead take shared memory where they are asynchronous copies")
     x, weight = (_random(*shape).requires_grad_() for shape in ((64, 4096), (4096,)))
     expected = run(rms_norm, (x, weight), {})
-    asked = tuning.configurations_of(lambda: run(rms_norm, (x, weight), {}))
+    asked = tuning.search.configurations_of(lambda: run(rms_norm, (x, weight), {}))
     config, shape = next((config, shape) for config, shape, _ in asked if "STAGES" in config(*shape, here).meta)
     heuristic = config.heuristic(*shape, here)
     poison = replace(heuristic, meta=heuristic.meta | {"STAGES": 32})
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning.choice, "_withdrawn", set())
-    tuning.warn_once.cache_clear()
-    tuning.record(tuning.cache_file(here), {config.key(*shape): tuning.measured_entry(config, poison, 1e-3, 2e-3)})
+    tuning.entries.warn_once.cache_clear()
+    tuning.search.record(
+        tuning.entries.cache_file(here), {config.key(*shape): tuning.search.measured_entry(config, poison, 1e-3, 2e-3)}
+    )
     try:
         assert config(*shape, here).meta["STAGES"] == 32
         found = run(rms_norm, (x, weight), {})
@@ -219,7 +221,7 @@ def test_a_winner_that_cannot_be_launched_here(device, monkeypatch, tmp_path, ca
         assert len([r for r in caplog.records if "cannot be launched here" in r.message]) == 1
     finally:
         monkeypatch.delenv("LIGER_HW_CACHE_DIR")
-        tuning.forget()
+        tuning.choice.forget()
 
 
 def test_second_device_is_not_needed_for_the_first(device):

@@ -17,7 +17,7 @@ CONSUMER = [arch for arch, device in nvidia.ARCHS.items() if device.core.shared 
 
 
 def chosen(kernel, *shape, arch):
-    return tuning.CONFIGS[kernel].heuristic(*shape, DEVICES[arch])
+    return tuning.choice.CONFIGS[kernel].heuristic(*shape, DEVICES[arch])
 
 
 @pytest.mark.parametrize("kernel", ["rms_norm_forward", "layer_norm_forward"])

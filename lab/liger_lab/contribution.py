@@ -20,7 +20,7 @@ PATTERNS = {"kernel": "[0-9a-f]{16}", "triton": r"\d+\.\d+.*", "date": r"\d{4}-\
 
 def shipped() -> list[Path]:
     """List the tables of this package."""
-    return sorted(tuning.SHIPPED_TABLES.glob("*.json"))
+    return sorted(tuning.entries.SHIPPED_TABLES.glob("*.json"))
 
 
 def problems(file: Path) -> list[str]:
@@ -29,7 +29,7 @@ def problems(file: Path) -> list[str]:
     Its name says for which architecture it is, its keys which kernel at which numbers. Each entry must be launchable
     there and say how and when it was found: a measured one on which device, and faster than the heuristic where it has
     times; a compiled one which gate the heuristic's choice missed. Whether the kernel's code is still the same is not
-    checked here: `tuning.other_code` lists entries of which it is not, which are ignored when they are read.
+    checked here: `tuning.choice.other_code` lists entries of which it is not, which are ignored when they are read.
     """
     device = _device(file)
     if device is None:
@@ -52,7 +52,7 @@ def _device(file: Path) -> Device | None:
 
 def _wrong(key: str, entry, device: Device) -> list[str]:
     match = re.fullmatch(r"(\w+)\(([^()]*)\)", key)
-    config = tuning.CONFIGS.get(match[1]) if match else None
+    config = tuning.choice.CONFIGS.get(match[1]) if match else None
     if config is None:
         return ["no configuration is called so"]
     try:
@@ -78,7 +78,7 @@ def _wrong(key: str, entry, device: Device) -> list[str]:
     if faults:
         return faults
     try:
-        tuning.launchable(entry, config.heuristic(*numbers, device), tuning.SHIPPED)
+        tuning.entries.launchable(entry, config.heuristic(*numbers, device), tuning.SHIPPED)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         faults.append(str(error))
     times = [entry[name] for name in ("ms", "heuristic_ms") if name in entry]
@@ -119,9 +119,9 @@ def contribute(table: Path, device: Device, folder: Path) -> Path | None:
         raise ValueError(
             f"{device.arch} is not among {device.vendor}'s architectures in liger_hw/backends: add it first"
         )
-    kept = {key: entry for key, entry in tuning.read_table(table).items()
-            if not _wrong(key, entry, device) and tuning.is_current(key, entry)}  # fmt: skip
+    kept = {key: entry for key, entry in tuning.entries.read_table(table).items()
+            if not _wrong(key, entry, device) and tuning.choice.is_current(key, entry)}  # fmt: skip
     if not kept:
         return None
-    tuning.write_table(file, tuning.read_table(tuning.shipped_file(device)) | kept)
+    tuning.entries.write_table(file, tuning.entries.read_table(tuning.entries.shipped_file(device)) | kept)
     return file

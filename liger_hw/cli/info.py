@@ -38,7 +38,7 @@ def gather() -> dict:
         },
         "forced": backends.forced(),
         "interpreter": interpreting(),
-        "autotune": tuning.autotuning(),
+        "autotune": tuning.search.autotuning(),
         "devices": [_about(device) for device in accelerators() or [torch.device("cpu")]],
     }
 
@@ -50,8 +50,8 @@ def _about(device: torch.device) -> dict:
         "detected": dataclasses.asdict(backends.detected(device)),
         "configured_as": dataclasses.asdict(configured),
         "tables": {
-            tuning.SHIPPED: _table(tuning.shipped_file(configured)),
-            tuning.LOCAL: _table(tuning.cache_file(configured)),
+            tuning.SHIPPED: _table(tuning.entries.shipped_file(configured)),
+            tuning.LOCAL: _table(tuning.entries.cache_file(configured)),
         },
         "ops": {name: _served(op, device) for name, op in sorted(dispatch.OPS.items())},
     }
@@ -59,12 +59,12 @@ def _about(device: torch.device) -> dict:
 
 def _table(file: Path) -> dict:
     """Return counts of a table: all entries, ignored ones, and those of another Triton."""
-    table = tuning.read_table(file)
+    table = tuning.entries.read_table(file)
     return {
         "file": str(file),
         "entries": len(table),
-        "other_code": tuning.other_code(table) if AVAILABLE else [],
-        "other_triton": tuning.other_triton(table) if AVAILABLE else {},
+        "other_code": tuning.choice.other_code(table) if AVAILABLE else [],
+        "other_triton": tuning.choice.other_triton(table) if AVAILABLE else {},
     }
 
 

@@ -17,46 +17,11 @@ to the heuristic with one warning.
 measures and writes. `liger_lab/contribution.py` checks tables before they are shipped.
 """
 
-from liger_hw.tuning.choice import (
-    CONFIGS,
-    LaunchFailed,
-    forget,
-    is_current,
-    other_code,
-    other_triton,
-    override,
-    tuned,
-    withdraw,
-)
+from liger_hw.tuning import choice, entries, search
+from liger_hw.tuning.choice import LaunchFailed, tuned, withdraw
 from liger_hw.tuning.config import COMPILED, HEURISTIC, LOCAL, MEASURED, SHIPPED, Config, power_of_2, row_warps
-from liger_hw.tuning.entries import (
-    SHIPPED_TABLES,
-    cache_file,
-    cache_folder,
-    kernel_hash,
-    launchable,
-    read_owned,
-    read_table,
-    shipped_file,
-    warn_once,
-    write_table,
-)
-from liger_hw.tuning.search import (
-    autotuning,
-    bench,
-    calls_within,
-    configurations_of,
-    entry_for,
-    measured_entry,
-    neighbours,
-    record,
-    tune,
-)
 
 __all__ = [
-    "COMPILED", "CONFIGS", "HEURISTIC", "LOCAL", "MEASURED", "SHIPPED", "SHIPPED_TABLES", "Config", "LaunchFailed",
-    "autotuning", "bench", "cache_file", "cache_folder", "calls_within", "configurations_of", "entry_for", "forget",
-    "is_current", "kernel_hash", "launchable", "measured_entry", "neighbours", "other_code", "other_triton", "override",
-    "power_of_2", "read_owned", "read_table", "record", "row_warps", "shipped_file", "tune", "tuned", "warn_once",
-    "withdraw", "write_table",
+    "COMPILED", "HEURISTIC", "LOCAL", "MEASURED", "SHIPPED", "Config", "LaunchFailed", "choice", "entries",
+    "power_of_2", "row_warps", "search", "tuned", "withdraw",
 ]  # fmt: skip

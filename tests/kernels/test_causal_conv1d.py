@@ -12,7 +12,8 @@ from liger_hw.kernels.attention.causal_conv1d import (
 )
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_hw.tuning import Config, override
+from liger_hw.tuning import Config
+from liger_hw.tuning.choice import override
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

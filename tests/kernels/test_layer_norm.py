@@ -6,7 +6,8 @@ from liger_hw._triton import interpreting
 from liger_hw.kernels.norms.layer_norm import layer_norm, layer_norm_backward_config, layer_norm_forward_config
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_hw.tuning import Config, override
+from liger_hw.tuning import Config
+from liger_hw.tuning.choice import override
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

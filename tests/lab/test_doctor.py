@@ -237,9 +237,9 @@ KEY = "rms_norm_forward(4096, 2)"
 
 @pytest.fixture
 def entry():
-    config = tuning.CONFIGS["rms_norm_forward"]
+    config = tuning.choice.CONFIGS["rms_norm_forward"]
     found = config.heuristic(4096, 2, H200.with_facts(name="NVIDIA H200"))
-    return tuning.measured_entry(config, found, 1e-3, 2e-3)
+    return tuning.search.measured_entry(config, found, 1e-3, 2e-3)
 
 
 def table(folder, name="nvidia-sm90.json", **entries):
@@ -318,14 +318,14 @@ def test_what_is_contributed_is_fit_to_ship(entry, monkeypatch, tmp_path):
         KEY: entry, "rms_norm_forward(8192, 2)": entry | {"kernel": "0123456789abcdef"},
         "rms_norm_forward(2048, 2)": entry | {"num_warps": 3},
     })  # fmt: skip
-    monkeypatch.setattr(tuning, "shipped_file", lambda device: tmp_path / "shipped.json")
+    monkeypatch.setattr(tuning.entries, "shipped_file", lambda device: tmp_path / "shipped.json")
     compiled = {name: entry[name] for name in contribution.FIELDS}
     compiled |= {"origin": "compiled", "heuristic_missed": "spills: 8 spilled, 8 bytes of scratch a lane, allowed 0"}
     shipped = {"rms_norm_forward(<=4096 odd, 2)": compiled, KEY: compiled}
     (tmp_path / "shipped.json").write_text(json.dumps(shipped))
     file = contribution.contribute(mine, H200, tmp_path / "out")
     assert file.name == "nvidia-sm90.json" and json.loads(file.read_text()) == shipped | {KEY: entry}
-    assert contribution.problems(file) == [] and tuning.other_code(json.loads(file.read_text())) == []
+    assert contribution.problems(file) == [] and tuning.choice.other_code(json.loads(file.read_text())) == []
     assert contribution.contribute(tmp_path / "absent.json", H200, tmp_path) is None
     with pytest.raises(ValueError, match="sm91 is not among nvidia's architectures"):
         contribution.contribute(mine, H200.with_facts(arch="sm91"), tmp_path)
@@ -335,17 +335,17 @@ def test_tune_contributes(monkeypatch, tmp_path, capsys):
     pytest.importorskip("rich")
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    tuning.forget()
+    tuning.choice.forget()
     meta = torch.device("meta")
     monkeypatch.setattr("liger_lab.cli.tune.accelerators", lambda: [meta])
     monkeypatch.setitem(backends._devices, meta, H200.with_facts(name="NVIDIA H200"))
 
     def bench(function):
-        asked = tuning.configurations_of(function)
+        asked = tuning.search.configurations_of(function)
         return sum(1e-3 / config(*shape, device).num_warps for config, shape, device in asked)
 
     monkeypatch.setattr(tuning.search, "bench", bench)
     assert cli.main(["tune", "rms_norm", "--shapes", "8192x4096", "--contribute"]) == 0
     assert "nvidia-sm90.json: put it into liger_hw/tuning/tables/" in capsys.readouterr().out
     assert check(tmp_path / "nvidia-sm90.json") == 0
-    tuning.forget()
+    tuning.choice.forget()

@@ -50,7 +50,7 @@ def mended(uses, compiler, table=()):
 
 
 def heuristic():
-    return tuning.CONFIGS["rms_norm_forward"].heuristic(1001, 2, mend.DEVICES["sm80"])
+    return tuning.choice.CONFIGS["rms_norm_forward"].heuristic(1001, 2, mend.DEVICES["sm80"])
 
 
 def test_choices_that_pass_need_no_entry(uses):
@@ -65,9 +65,9 @@ def test_a_refused_choice_becomes_the_nearest_that_passes(uses):
         assert entry["num_warps"] == warps * heuristic().num_warps, "and no further"
         near = [entry["meta"][name] != size for name, size in heuristic().meta.items()]
         assert sum(near) <= steps and entry["programs"] == heuristic().programs
-        config = tuning.CONFIGS["rms_norm_forward"]
-        assert entry["kernel"] == tuning.kernel_hash(config.kernel())
-        tuning.launchable(entry, heuristic(), tuning.SHIPPED)
+        config = tuning.choice.CONFIGS["rms_norm_forward"]
+        assert entry["kernel"] == tuning.entries.kernel_hash(config.kernel())
+        tuning.entries.launchable(entry, heuristic(), tuning.SHIPPED)
 
 
 def test_where_nothing_near_passes_nothing_is_written(uses, capsys):

@@ -34,12 +34,12 @@ def made_up_config(cols, itemsize, device):
     return Config({"ROWS": 2, "COLS": cols}, num_warps=4, programs=2)
 
 
-del tuning.CONFIGS["made_up"]  # it is there for the tests below alone
+del tuning.choice.CONFIGS["made_up"]  # it is there for the tests below alone
 
 
 def entry(**changes):
     found = Config({"ROWS": 4, "COLS": 512}, num_warps=8, device=H200)
-    return tuning.measured_entry(made_up_config, found, 1e-3, 2e-3) | changes
+    return tuning.search.measured_entry(made_up_config, found, 1e-3, 2e-3) | changes
 
 
 KEY = made_up_config.key(1024, 2)
@@ -47,4 +47,4 @@ KEY = made_up_config.key(1024, 2)
 
 def ship(table):
     tuning.entries.shipped_file(H200).write_text(json.dumps(table))
-    tuning.forget()
+    tuning.choice.forget()

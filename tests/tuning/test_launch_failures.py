@@ -66,7 +66,7 @@ def test_a_winner_that_cannot_be_launched_costs_one_warning(mutates, path, compi
     by_call = dispatch.raw(lambda x: torch.empty_like(x), mutates=mutates)(_launches)
     observer = (lambda f, args, again: f(*args)) if path == "observed" else None
     function = by_call.opaque if path == "registered" else by_call
-    tuning.record(tuning.cache_file(H200), {KEY: entry()})
+    tuning.search.record(tuning.entries.cache_file(H200), {KEY: entry()})
     ship({KEY: entry(num_warps=16)})
     assert made_up_config(1024, 2, H200).num_warps == 8
     x = torch.ones(3)
@@ -74,7 +74,7 @@ def test_a_winner_that_cannot_be_launched_costs_one_warning(mutates, path, compi
         assert torch.equal(function(x), torch.full((3,), 2.0))
     assert compiler.asked == [8, 16, 4]  # this machine's, the shipped one, the heuristic
     assert made_up_config(1024, 2, H200).source == HEURISTIC
-    tuning.forget()
+    tuning.choice.forget()
     assert made_up_config(1024, 2, H200).source == HEURISTIC  # not again, whoever tunes in this process
     assert len(caplog.records) == 2 and all("cannot be launched here" in r.message for r in caplog.records)
 
@@ -88,7 +88,7 @@ def test_a_winner_of_another_triton_is_checked_before_it_runs(compiler, caplog):
         launch.launch(compiler, (1, 1, 1), made_up_config(1024, 2, H200), y)
         return y
 
-    tuning.record(tuning.cache_file(H200), {KEY: entry(triton="3.0.0")})
+    tuning.search.record(tuning.entries.cache_file(H200), {KEY: entry(triton="3.0.0")})
     ship({KEY: entry(num_warps=16, triton="3.0.1")})
     assert torch.equal(_launches_checked(torch.ones(3)), torch.full((3,), 2.0))
     assert compiler.compiled == [8, 16] and compiler.asked == [4], "neither ran, and the heuristic is not checked"

@@ -32,7 +32,7 @@ def test_local_before_shipped_before_heuristic():
     ship({KEY: entry()})
     found = made_up_config(1024, 2, H200)
     assert (found.source, found.meta, found.num_warps) == (SHIPPED, {"ROWS": 4, "COLS": 512}, 8)
-    tuning.record(tuning.cache_file(H200), {KEY: entry(num_warps=16)})
+    tuning.search.record(tuning.entries.cache_file(H200), {KEY: entry(num_warps=16)})
     found = made_up_config(1024, 2, H200)
     assert (found.source, found.num_warps) == (LOCAL, 16)
     assert made_up_config(2048, 2, H200).source == HEURISTIC
@@ -45,18 +45,18 @@ def test_the_same_value_every_time():
 
 def test_a_recorded_winner_serves_this_very_process():
     assert made_up_config(1024, 2, H200).source == HEURISTIC
-    tuning.record(tuning.cache_file(H200), {KEY: entry()})
+    tuning.search.record(tuning.entries.cache_file(H200), {KEY: entry()})
     assert made_up_config(1024, 2, H200).source == LOCAL
 
 
 def test_other_architectures_have_other_tables():
-    tuning.record(tuning.cache_file(H200), {KEY: entry()})
+    tuning.search.record(tuning.entries.cache_file(H200), {KEY: entry()})
     assert made_up_config(1024, 2, nvidia.ARCHS["sm80"]).source == HEURISTIC
-    assert tuning.cache_file(H200).name == "nvidia-sm90.json"
+    assert tuning.entries.cache_file(H200).name == "nvidia-sm90.json"
 
 
 def test_winners_of_other_code_are_ignored_without_a_word(caplog):
-    tuning.record(tuning.cache_file(H200), {KEY: entry(kernel="0123456789abcdef")})
+    tuning.search.record(tuning.entries.cache_file(H200), {KEY: entry(kernel="0123456789abcdef")})
     ship({KEY: entry()})
     assert made_up_config(1024, 2, H200).source == SHIPPED
     assert not caplog.records
@@ -88,8 +88,8 @@ def test_a_compiled_entry_serves_a_class_of_widths(cols, key):
 
 
 def test_only_a_width_has_classes():
-    assert tuning.CONFIGS["rms_norm_backward"].class_key(4608, 2, 3) == "rms_norm_backward(<=8192 aligned, 2, 3)"
-    assert tuning.CONFIGS["rope_rotate"].class_key(32, 64) == "rope_rotate(32, 64)"
+    assert tuning.choice.CONFIGS["rms_norm_backward"].class_key(4608, 2, 3) == "rms_norm_backward(<=8192 aligned, 2, 3)"
+    assert tuning.choice.CONFIGS["rope_rotate"].class_key(32, 64) == "rope_rotate(32, 64)"
 
 
 def hash_of(source, constants, module="made_up_module"):
@@ -98,7 +98,7 @@ def hash_of(source, constants, module="made_up_module"):
     file = f"<made up {hash(source)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     exec(compile(source, file, "exec"), space)
-    return tuning.kernel_hash(space["kernel"])
+    return tuning.entries.kernel_hash(space["kernel"])
 
 
 SOURCE = """
@@ -132,9 +132,9 @@ def test_the_kernel_hash():
 
 
 def test_every_configuration_belongs_to_a_kernel():
-    for name, config in tuning.CONFIGS.items():
+    for name, config in tuning.choice.CONFIGS.items():
         assert config.kernel().__name__ == name
-        assert len(tuning.kernel_hash(config.kernel())) == 16
+        assert len(tuning.entries.kernel_hash(config.kernel())) == 16
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,12 @@ def test_every_configuration_belongs_to_a_kernel():
     ids=lambda text: text[:20] or "empty",
 )
 def test_a_corrupt_table_costs_one_warning(text, caplog):
-    file = tuning.cache_file(H200)
+    file = tuning.entries.cache_file(H200)
     file.parent.mkdir(parents=True)
     file.write_text(text)
     ship({KEY: entry()})
     for _ in range(3):
-        tuning.forget()
+        tuning.choice.forget()
         assert made_up_config(1024, 2, H200).source == SHIPPED
     assert len(caplog.records) == 1 and caplog.records[0].levelno == logging.WARNING
 
@@ -180,7 +180,7 @@ def _of_another_user(file):
 )  # fmt: skip
 def test_what_is_no_table_of_ours_is_not_read(make, why, caplog):
     """A pipe or a device would be read for ever, at the first launch."""
-    file = tuning.cache_file(H200)
+    file = tuning.entries.cache_file(H200)
     file.parent.mkdir(parents=True)
     make(file)
     signal.alarm(20)  # ends the whole run: nothing else ends a read of a pipe
@@ -192,7 +192,7 @@ def test_what_is_no_table_of_ours_is_not_read(make, why, caplog):
 def test_the_cache_folder_may_begin_with_a_tilde(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("LIGER_HW_CACHE_DIR", "~/winners")
-    assert tuning.cache_folder() == tmp_path / "winners"
+    assert tuning.entries.cache_folder() == tmp_path / "winners"
 
 
 @pytest.fixture
@@ -209,9 +209,9 @@ def homeless(monkeypatch, tmp_path):
 
 
 def test_the_folder_of_a_user_without_a_home_is_the_users_alone(homeless):
-    assert tuning.cache_folder() == homeless
+    assert tuning.entries.cache_folder() == homeless
     assert homeless.stat().st_mode & 0o777 == 0o700
-    assert tuning.cache_folder() == homeless
+    assert tuning.entries.cache_folder() == homeless
 
 
 @pytest.mark.parametrize("trap", ["link", "open to all", "file"])
@@ -224,14 +224,14 @@ def test_a_folder_that_another_user_could_have_made_is_not_used(trap, homeless, 
         homeless.chmod(0o777)
     else:
         homeless.write_text("")
-    found = tuning.cache_folder()
-    assert found.parent == tmp_path and found != homeless and found == tuning.cache_folder()
+    found = tuning.entries.cache_folder()
+    assert found.parent == tmp_path and found != homeless and found == tuning.entries.cache_folder()
     assert found.stat().st_mode & 0o777 == 0o700
     assert len(caplog.records) == 1 and "set LIGER_HW_CACHE_DIR" in caplog.text
 
 
 def test_a_table_that_is_no_text(caplog):
-    file = tuning.cache_file(H200)
+    file = tuning.entries.cache_file(H200)
     file.parent.mkdir(parents=True)
     file.write_bytes(b"\xff\xfe\x00")
     assert made_up_config(1024, 2, H200).source == HEURISTIC
@@ -239,10 +239,10 @@ def test_a_table_that_is_no_text(caplog):
 
 
 def test_recording_replaces_a_corrupt_table():
-    file = tuning.cache_file(H200)
+    file = tuning.entries.cache_file(H200)
     file.parent.mkdir(parents=True)
     file.write_text("{")
-    tuning.record(file, {KEY: entry()})
+    tuning.search.record(file, {KEY: entry()})
     assert made_up_config(1024, 2, H200).source == LOCAL
 
 
@@ -262,7 +262,7 @@ def test_recording_replaces_a_corrupt_table():
 def test_a_poisoned_winner_costs_one_warning(poison, caplog):
     ship({KEY: entry(**poison)})
     for _ in range(3):
-        tuning.forget()
+        tuning.choice.forget()
         assert made_up_config(1024, 2, H200).source == HEURISTIC
     assert len(caplog.records) == 1 and "malformed" in caplog.text
 
@@ -277,15 +277,15 @@ def test_a_winner_with_a_part_missing(missing, caplog):
 def test_a_folder_that_cannot_be_written_costs_one_warning(tables, caplog):
     (tables / "local").write_text("a file where the folder should be")
     for _ in range(2):
-        tuning.record(tuning.cache_file(H200), {KEY: entry()})
+        tuning.search.record(tuning.entries.cache_file(H200), {KEY: entry()})
     assert made_up_config(1024, 2, H200).source == HEURISTIC
     assert len([r for r in caplog.records if "could not be written" in r.message]) == 1
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")])
 def test_a_full_disk_costs_one_warning_and_no_table(error, monkeypatch, caplog):
-    file = tuning.cache_file(H200)
-    tuning.record(file, {KEY: entry()})
+    file = tuning.entries.cache_file(H200)
+    tuning.search.record(file, {KEY: entry()})
 
     def fail(self, text):
         Path.write_bytes(self, text[:20].encode())
@@ -293,7 +293,7 @@ def test_a_full_disk_costs_one_warning_and_no_table(error, monkeypatch, caplog):
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", fail)
-        tuning.record(file, {KEY: entry(num_warps=16)})
+        tuning.search.record(file, {KEY: entry(num_warps=16)})
     assert len(caplog.records) == 1 and error.strerror in caplog.text
     assert made_up_config(1024, 2, H200).num_warps == 8  # the old table is whole
     assert [path.name for path in file.parent.iterdir() if path.suffix == ".part"] == []
@@ -301,10 +301,10 @@ def test_a_full_disk_costs_one_warning_and_no_table(error, monkeypatch, caplog):
 
 def _record_many(folder, first):
     for i in range(first, first + 25):
-        tuning.record(Path(folder) / "table.json", {f"key {i}": {"n": i}})
-    tuning.CONFIGS["made_up"] = made_up_config
+        tuning.search.record(Path(folder) / "table.json", {f"key {i}": {"n": i}})
+    tuning.choice.CONFIGS["made_up"] = made_up_config
     tuning.search.bench = lambda function: 1e-3 / made_up_config(1024 + first, 2, H200).num_warps * (function() or 1)
-    tuning.tune(lambda: made_up_config(1024 + first, 2, H200) and None, Path(folder) / "tuned.json")
+    tuning.search.tune(lambda: made_up_config(1024 + first, 2, H200) and None, Path(folder) / "tuned.json")
 
 
 def test_processes_that_record_and_tune_at_once_lose_nothing(tmp_path):
@@ -314,13 +314,13 @@ def test_processes_that_record_and_tune_at_once_lose_nothing(tmp_path):
         worker.start()
     seen = 0
     while any(worker.is_alive() for worker in workers):
-        table = tuning.read_table(tmp_path / "table.json")  # whole at every moment
+        table = tuning.entries.read_table(tmp_path / "table.json")  # whole at every moment
         assert len(table) >= seen
         seen = len(table)
         time.sleep(0.005)
     assert [worker.exitcode for worker in workers] == [0, 0]
-    assert tuning.read_table(tmp_path / "table.json") == {f"key {i}": {"n": i} for i in range(50)}
-    found = tuning.read_table(tmp_path / "tuned.json")
+    assert tuning.entries.read_table(tmp_path / "table.json") == {f"key {i}": {"n": i} for i in range(50)}
+    found = tuning.entries.read_table(tmp_path / "tuned.json")
     assert {key: entry["num_warps"] for key, entry in found.items()} == {
         "made_up(1024, 2)": 32, "made_up(1049, 2)": 32,
     }  # fmt: skip
@@ -333,21 +333,21 @@ def die(self, target):
     print(self.name, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 pathlib.Path.replace = die
-tuning.record(pathlib.Path(sys.argv[1]), {"mine": {"n": 1}})
+tuning.search.record(pathlib.Path(sys.argv[1]), {"mine": {"n": 1}})
 """
 
 
 def test_a_killed_tuner_leaves_the_table_and_no_lock(tmp_path):
     file = tmp_path / "table.json"
-    tuning.record(file, {"before": {"n": 0}})
+    tuning.search.record(file, {"before": {"n": 0}})
     killed = subprocess.run([sys.executable, "-c", KILLED, str(file)], capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (tmp_path / killed.stdout.strip()).exists()  # it died with the new table written and the lock held
-    assert tuning.read_table(file) == {"before": {"n": 0}}
+    assert tuning.entries.read_table(file) == {"before": {"n": 0}}
     start = time.perf_counter()
-    tuning.record(file, {"after": {"n": 2}})
+    tuning.search.record(file, {"after": {"n": 2}})
     assert time.perf_counter() - start < 30  # a lock that is still held is waited for a minute
-    assert tuning.read_table(file) == {"before": {"n": 0}, "after": {"n": 2}}
+    assert tuning.entries.read_table(file) == {"before": {"n": 0}, "after": {"n": 2}}
 
 
 def test_a_file_system_without_locks_costs_one_warning(monkeypatch, caplog):
@@ -356,15 +356,15 @@ def test_a_file_system_without_locks_costs_one_warning(monkeypatch, caplog):
 
     monkeypatch.setattr(filelock.FileLock, "acquire", fail)
     for _ in range(2):
-        tuning.record(tuning.cache_file(H200), {KEY: entry()})
+        tuning.search.record(tuning.entries.cache_file(H200), {KEY: entry()})
     assert made_up_config(1024, 2, H200).source == HEURISTIC
     assert len(caplog.records) == 1 and "does not appear to support flock" in caplog.text
 
 
 def test_a_folder_where_the_table_should_be_costs_one_warning(caplog):
-    tuning.cache_file(H200).mkdir(parents=True)
+    tuning.entries.cache_file(H200).mkdir(parents=True)
     for _ in range(2):
-        tuning.forget()
+        tuning.choice.forget()
         assert made_up_config(1024, 2, H200).source == HEURISTIC
     assert len(caplog.records) == 1
 

@@ -22,7 +22,7 @@ EVERY = [device for vendor in VENDORS.values() for device in vendor.ARCHS.values
 @pytest.mark.parametrize("device", EVERY, ids=lambda d: d.arch)
 def test_neighbours_are_near_and_launchable(device):
     config = Config({"ROWS": 1, "COLS": 4096, "STAGES": 3}, num_warps=device.max_warps, programs=1, device=device)
-    for found in tuning.neighbours(config):
+    for found in tuning.search.neighbours(config):
         assert list(found.meta) == list(config.meta) and found.device is device and found.launch_error() is None
         assert found.num_warps >= 1 and found.programs >= 1 and found.num_stages >= 1
         steps = [math.log2(found.meta[n] / config.meta[n]) for n in ("ROWS", "COLS")]
@@ -35,13 +35,13 @@ def test_what_intels_compiler_refuses_never_leaves_the_tuner(device):
     for num_warps in (1, 8, 16, 32):
         for knobs in ({}, {"grf_mode": "256"}, {"warp_size": 16}, {"warp_size": 16, "grf_mode": "256"}):
             config = Config({"ROWS": 1}, num_warps=num_warps, knobs=knobs, device=device)
-            for found in tuning.neighbours(config):
+            for found in tuning.search.neighbours(config):
                 options = found.options(device)
                 assert options["warp_size"] in device.warp_sizes
                 assert options["warp_size"] * options["num_warps"] <= 1024
                 assert options["grf_mode"] in ("default", "128", "256", "auto")
                 assert options["grf_mode"] != "256" or options["num_warps"] <= 32
-    far = tuning.neighbours(Config({"ROWS": 1}, num_warps=8, device=device))
+    far = tuning.search.neighbours(Config({"ROWS": 1}, num_warps=8, device=device))
     assert {"256", "128", "auto"} <= {found.knobs.get("grf_mode") for found in far}
 
 
@@ -55,14 +55,14 @@ def test_no_heuristic_is_refused(device, monkeypatch):
         op = dispatch.OPS[case.op]
         inputs = case.make(meta, torch.bfloat16)
         serving = op.implementations[op.choose(meta)]
-        for config, shape, where in tuning.configurations_of(lambda: step(serving, inputs, case.options)):  # noqa: B023
+        for config, shape, where in tuning.search.configurations_of(lambda: step(serving, inputs, case.options)):  # noqa: B023
             seen[config.key(*shape)] = config.heuristic(*shape, where)
     known = {"num_warps", "num_stages", "enable_fp_fusion", *backends.knobs(device)}
     assert len(seen) > 30
     for key, config in seen.items():
         assert config.launch_error() is None, key
         assert config.options(device).keys() <= known, key
-        tuning.launchable(config.to_json() | {"triton": "3.6.0"}, config, LOCAL)  # as an entry of a table
+        tuning.entries.launchable(config.to_json() | {"triton": "3.6.0"}, config, LOCAL)  # as an entry of a table
         if device.vendor == "intel":  # one tile in half the registers: no compiler is here to say that it spills
             # a matrix product keeps its sums alone; a group of streams is no part of a tile, a vector is one of COLS
             others = ("STAGES", "DEPTH", "BAND", "GROUP", "VECTOR")
@@ -74,15 +74,17 @@ def test_knobs_in_a_table(caplog):
     """An option of the compiler is kept with a winner, and no other compiler ever sees it."""
     bmg = VENDORS["intel"].ARCHS["bmg"]
     tuned_for = Config({"ROWS": 4, "COLS": 512}, num_warps=8, knobs={"grf_mode": "256"}, device=bmg)
-    tuning.record(tuning.cache_file(bmg), {KEY: tuning.measured_entry(made_up_config, tuned_for, 1e-3, 2e-3)})
+    tuning.search.record(
+        tuning.entries.cache_file(bmg), {KEY: tuning.search.measured_entry(made_up_config, tuned_for, 1e-3, 2e-3)}
+    )
     found = made_up_config(1024, 2, bmg)
     assert found.source == LOCAL and found.options(bmg)["grf_mode"] == "256"
     assert "grf_mode" not in found.options(H200)
-    poison = tuning.read_table(tuning.cache_file(bmg))[KEY]
+    poison = tuning.entries.read_table(tuning.entries.cache_file(bmg))[KEY]
     for knobs in ({"grf_mode": "large"}, {"maxnreg": 64}, {"warp_size": 8}, ["grf_mode"], {"grf_mode": ["256"]}, 3):
-        tuning.warn_once.cache_clear()
+        tuning.entries.warn_once.cache_clear()
         caplog.clear()
-        tuning.record(tuning.cache_file(bmg), {KEY: poison | {"knobs": knobs}})
+        tuning.search.record(tuning.entries.cache_file(bmg), {KEY: poison | {"knobs": knobs}})
         assert made_up_config(1024, 2, bmg).source == HEURISTIC, knobs
         assert len(caplog.records) == 1
 
@@ -116,11 +118,11 @@ def distance(**best):
 def test_the_search_walks_to_the_best_and_uses_it(monkeypatch):
     bench = Bench(monkeypatch, distance(ROWS=1, COLS=4096, num_warps=16))
     seen = []
-    report = tuning.tune(bench.function, progress=lambda key, tried, best: seen.append((key, tried, best)))
+    report = tuning.search.tune(bench.function, progress=lambda key, tried, best: seen.append((key, tried, best)))
     found = report[KEY]
     assert (found["meta"], found["num_warps"]) == ({"ROWS": 1, "COLS": 4096}, 16)
     assert (found["ms"], found["heuristic_ms"]) == (1.0, 6.0)
-    assert found["kernel"] == tuning.kernel_hash(made_up) and found["triton"] == triton.__version__
+    assert found["kernel"] == tuning.entries.kernel_hash(made_up) and found["triton"] == triton.__version__
     assert found["candidates"] == seen[-1][1] < 60 and seen[-1][2].num_warps == 16
     chosen = made_up_config(1024, 2, H200)
     assert (chosen.source, chosen.num_warps) == (LOCAL, 16)
@@ -128,14 +130,14 @@ def test_the_search_walks_to_the_best_and_uses_it(monkeypatch):
 
 def test_a_heuristic_that_is_best_is_not_recorded(monkeypatch):
     bench = Bench(monkeypatch, distance(ROWS=2, COLS=1024, num_warps=4))
-    report = tuning.tune(bench.function)
+    report = tuning.search.tune(bench.function)
     assert report == {KEY: {"ms": 1.0, "heuristic_ms": 1.0, "candidates": report[KEY]["candidates"]}}
-    assert not tuning.cache_file(H200).exists()
+    assert not tuning.entries.cache_file(H200).exists()
 
 
 def test_a_gain_within_the_margin_is_not_recorded(monkeypatch):
     bench = Bench(monkeypatch, lambda config: 0.98 if config.num_warps == 8 else 1.0)
-    assert "meta" not in tuning.tune(bench.function)[KEY]
+    assert "meta" not in tuning.search.tune(bench.function)[KEY]
 
 
 def test_a_winner_that_was_luck_is_not_recorded(monkeypatch):
@@ -147,14 +149,14 @@ def test_a_winner_that_was_luck_is_not_recorded(monkeypatch):
         lucky[config.num_warps] = False
         return 0.5 if first and config.num_warps == 8 else 1.0
 
-    assert "meta" not in tuning.tune(Bench(monkeypatch, cost).function)[KEY]
+    assert "meta" not in tuning.search.tune(Bench(monkeypatch, cost).function)[KEY]
 
 
 def test_a_winner_of_old_gives_way_to_the_heuristic(monkeypatch):
-    tuning.record(tuning.cache_file(H200), {KEY: entry(), "other": {}})
-    tuning.tune(Bench(monkeypatch, distance(ROWS=2, COLS=1024, num_warps=4)).function)
+    tuning.search.record(tuning.entries.cache_file(H200), {KEY: entry(), "other": {}})
+    tuning.search.tune(Bench(monkeypatch, distance(ROWS=2, COLS=1024, num_warps=4)).function)
     assert made_up_config(1024, 2, H200).source == HEURISTIC
-    assert list(tuning.read_table(tuning.cache_file(H200))) == ["other"]
+    assert list(tuning.entries.read_table(tuning.entries.cache_file(H200))) == ["other"]
 
 
 def test_candidates_that_cannot_run_do_not_end_the_search(monkeypatch):
@@ -163,7 +165,7 @@ def test_candidates_that_cannot_run_do_not_end_the_search(monkeypatch):
             raise RuntimeError("out of resources")
         return distance(num_warps=1)(config)
 
-    assert tuning.tune(Bench(monkeypatch, cost).function)[KEY]["num_warps"] == 1
+    assert tuning.search.tune(Bench(monkeypatch, cost).function)[KEY]["num_warps"] == 1
 
 
 def test_an_interrupted_search_keeps_what_it_found(monkeypatch):
@@ -178,16 +180,19 @@ def test_an_interrupted_search_keeps_what_it_found(monkeypatch):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tuning.tune(function, progress=progress)
-    assert list(tuning.read_table(tuning.cache_file(H200))) == [KEY]
+        tuning.search.tune(function, progress=progress)
+    assert list(tuning.entries.read_table(tuning.entries.cache_file(H200))) == [KEY]
     assert made_up_config(2048, 2, H200).source == HEURISTIC  # no candidate is left behind
 
 
 def test_a_table_of_ones_own(monkeypatch, tmp_path):
     bench = Bench(monkeypatch, distance(num_warps=16))
-    assert tuning.tune(bench.function, tmp_path / "mine.json", only={"another"}) == {}
-    tuning.tune(bench.function, tmp_path / "mine.json")
-    assert list(tuning.read_table(tmp_path / "mine.json")) == [KEY] and not tuning.cache_file(H200).exists()
+    assert tuning.search.tune(bench.function, tmp_path / "mine.json", only={"another"}) == {}
+    tuning.search.tune(bench.function, tmp_path / "mine.json")
+    assert (
+        list(tuning.entries.read_table(tmp_path / "mine.json")) == [KEY]
+        and not tuning.entries.cache_file(H200).exists()
+    )
 
 
 class Computing(Bench):
@@ -218,7 +223,7 @@ def test_a_fast_candidate_with_other_results_does_not_win(wrong, monkeypatch, ca
     bench = Computing(
         monkeypatch, distance(num_warps=16), lambda config, x: wrong(x) if config.num_warps == 16 else x.clone()
     )
-    assert tuning.tune(bench.function)[KEY]["num_warps"] == 8
+    assert tuning.search.tune(bench.function)[KEY]["num_warps"] == 8
     assert caplog.records
     for record in caplog.records:
         assert record.message.startswith(f"{KEY} computes other results with {{'meta': ")
@@ -226,7 +231,7 @@ def test_a_fast_candidate_with_other_results_does_not_win(wrong, monkeypatch, ca
 
 def test_sums_in_another_order_win(monkeypatch, caplog):
     bench = Computing(monkeypatch, distance(num_warps=16), lambda config, x: x * (1 + 1e-6 * config.num_warps))
-    assert tuning.tune(bench.function)[KEY]["num_warps"] == 16 and not caplog.records
+    assert tuning.search.tune(bench.function)[KEY]["num_warps"] == 16 and not caplog.records
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -237,7 +242,7 @@ def test_what_a_candidate_writes_is_its_result(wrong, monkeypatch):
         total += x * (2 if wrong and config.num_warps == 16 else 1)
 
     bench = Computing(monkeypatch, distance(num_warps=16), add, [torch.zeros(3)])
-    assert tuning.tune(bench.function)[KEY]["num_warps"] == (8 if wrong else 16)
+    assert tuning.search.tune(bench.function)[KEY]["num_warps"] == (8 if wrong else 16)
 
 
 def test_infinities_and_integers_are_compared():
@@ -281,7 +286,7 @@ def test_no_tuning_for_a_device_that_is_not_here(monkeypatch):
 @pytest.mark.parametrize("value, asked", [("", False), ("0", False), ("1", True)])
 def test_whether_the_environment_asks_for_tuning(monkeypatch, value, asked):
     monkeypatch.setenv("LIGER_HW_AUTOTUNE", value)
-    assert tuning.autotuning() is asked
+    assert tuning.search.autotuning() is asked
 
 
 def test_no_other_word_in_the_environment_is_taken_for_an_answer(monkeypatch):
@@ -301,7 +306,7 @@ def test_the_observer_sees_every_launch(monkeypatch):
         made.append(x)
         return x + 1
 
-    calls = tuning.calls_within(lambda: _observed(torch.ones(3)))
+    calls = tuning.search.calls_within(lambda: _observed(torch.ones(3)))
     assert len(calls) == 1 and len(made) == 1 and hooks.observer is before
     assert torch.equal(calls[0](), torch.full((3,), 2.0)) and len(made) == 2
 
@@ -315,7 +320,7 @@ def test_what_is_repeated_needs_no_gradients():
 
     x = torch.eye(3, requires_grad=True)
     with torch.no_grad():
-        (call,) = tuning.calls_within(lambda: _product(x))
+        (call,) = tuning.search.calls_within(lambda: _product(x))
     assert torch.equal(call(), torch.eye(3))
 
 

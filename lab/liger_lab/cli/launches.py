@@ -83,7 +83,7 @@ def _configurations(device, cases) -> list[dict]:
 
             run = lambda: step(serving, inputs, case.options)  # noqa: B023, E731 - called at once
             with hooks.replace_launches(record):
-                lookups = tuning.configurations_of(run)
+                lookups = tuning.search.configurations_of(run)
             for config, shape, target in lookups:
                 chosen, key = config(*shape, target), config.key(*shape)
                 entry = {"op": case.op, "shape": case.label, "key": key, "grid": grids.get(key.partition("(")[0])}
@@ -112,7 +112,7 @@ def _facts(device: dict) -> str:
 def _heuristics(facts: list[dict]) -> str:
     """List where the heuristics of these launches are, which choose unless `source` names a table."""
     keys = {c["key"].partition("(")[0] for about in facts for c in about["configurations"]}
-    codes = {key: inspect.unwrap(tuning.CONFIGS[key]).__code__ for key in sorted(keys)}
+    codes = {key: inspect.unwrap(tuning.choice.CONFIGS[key]).__code__ for key in sorted(keys)}
     places = (f"{key}_config: {os.path.relpath(c.co_filename)}:{c.co_firstlineno}" for key, c in codes.items())
     return "\n".join(places)
 

@@ -59,7 +59,7 @@ def tune(args) -> int | None:
         except KeyboardInterrupt:
             interrupted = True
     device = backends.detected(devices[0])
-    table = args.output or tuning.cache_file(device)
+    table = args.output or tuning.entries.cache_file(device)
     lines = [_tuned(report), f"winners: {table}"]
     if args.contribute:
         file = contribution.contribute(table, device, Path())
@@ -73,7 +73,7 @@ def _check(args, files: list[Path]) -> int | None:
     problems, lines = {str(file): contribution.problems(file) for file in files}, []
     for file in files:
         if not problems[str(file)]:
-            ignored = len(tuning.other_code(tuning.read_table(file)))
+            ignored = len(tuning.choice.other_code(tuning.entries.read_table(file)))
             note = f"; {ignored} measured on other code, and ignored" if ignored else ""
             lines.append(f"{file}: fit to ship{note}")
     every = [line for file_problems in problems.values() for line in file_problems]
@@ -91,9 +91,9 @@ def _tune_case(case, device, args, report, note, screen) -> None:
 
     try:
         inputs = case.make(device, common.DTYPES[args.dtype])
-        for call in tuning.calls_within(lambda: step(serving, inputs, case.options)):
-            keys = {config.key(*shape) for config, shape, _ in tuning.configurations_of(call)}
-            report |= tuning.tune(call, args.output, only=keys - report.keys(), progress=progress)
+        for call in tuning.search.calls_within(lambda: step(serving, inputs, case.options)):
+            keys = {config.key(*shape) for config, shape, _ in tuning.search.configurations_of(call)}
+            report |= tuning.search.tune(call, args.output, only=keys - report.keys(), progress=progress)
     except torch.OutOfMemoryError:
         screen.print(f"{case.op} {case.label}: skipped, it does not fit this device's memory")
 

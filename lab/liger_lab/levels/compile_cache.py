@@ -25,7 +25,7 @@ class Cache:
     """
 
     def __init__(self, folder: Path | None = None):
-        folder = folder or tuning.cache_folder()
+        folder = folder or tuning.entries.cache_folder()
         triton, reader = crosscompile.reader()
         self.file = folder / f"compiled-{triton}-{reader[:8]}.jsonl"
         self.known = {}
@@ -33,11 +33,11 @@ class Cache:
             if stale != self.file:
                 stale.unlink(missing_ok=True)
         try:
-            lines = tuning.read_owned(self.file, LARGEST_FILE).splitlines()
+            lines = tuning.entries.read_owned(self.file, LARGEST_FILE).splitlines()
         except FileNotFoundError:
             return
         except OSError as error:
-            tuning.warn_once(f"results of compilation in {self.file} are not used: {error}")
+            tuning.entries.warn_once(f"results of compilation in {self.file} are not used: {error}")
             return
         for line in lines:
             try:
@@ -54,7 +54,7 @@ class Cache:
             with open(self.file, "ab", buffering=0) as out:
                 out.write(line.encode())
         except OSError as error:
-            tuning.warn_once(f"results of compilation are not kept in {self.file}: {error}")
+            tuning.entries.warn_once(f"results of compilation are not kept in {self.file}: {error}")
 
     def keep(self, keys: set) -> None:
         """Drop all other results if they are at least half of the file."""
@@ -69,7 +69,7 @@ class Cache:
             ))  # fmt: skip
             part.replace(self.file)
         except OSError as error:
-            tuning.warn_once(f"results of compilation are not kept in {self.file}: {error}")
+            tuning.entries.warn_once(f"results of compilation are not kept in {self.file}: {error}")
 
 
 def attempt(launch: Launch) -> Resources | str:

@@ -7,7 +7,7 @@ tables, for a class of widths: the compile matrix has samples, users have all wi
 Tables serve several versions of Triton: an entry that another version needed stays while it passes under this one too.
 So run every version in turn, until none changes a table.
 
-The entry is the configuration fewest steps (`tuning.neighbours`) away from the heuristic that passes every gate at
+The entry is the configuration fewest steps (`search.neighbours`) away from the heuristic that passes every gate at
 every launch of the class; among equally near ones the best by `ratings`. Compiled entries that the heuristic no longer
 needs with the version that wrote them are removed, and measured entries that miss a gate with this version.
 """
@@ -46,7 +46,8 @@ def run(archs: list[str], ops: list[str], jobs: int | None, report: Path) -> int
 
         for arch in dict.fromkeys(use.launch.arch for use in uses):
             arch_uses = [use for use in uses if use.launch.arch == arch]
-            changes = mended(arch_uses, results, tuning.read_table(tuning.shipped_file(DEVICES[arch])), compile_all)
+            table = tuning.entries.read_table(tuning.entries.shipped_file(DEVICES[arch]))
+            changes = mended(arch_uses, results, table, compile_all)
             _write(arch, changes)
     return compiled.run(archs, ops, jobs, report)
 
@@ -65,7 +66,7 @@ def mended(uses: list[Use], results: dict, table: dict, compile_all) -> dict:
     """
     changes, classes = {}, {}
     for use in uses:
-        key, config = use.launch.config["key"], tuning.CONFIGS[use.launch.kernel]
+        key, config = use.launch.config["key"], tuning.choice.CONFIGS[use.launch.kernel]
         if table.get(key, {}).get("origin") == tuning.MEASURED and use.launch.config["source"] == tuning.SHIPPED:
             if not compiled.judge(use.launch, results[use.launch.key]):
                 continue
@@ -93,7 +94,7 @@ def _entry(uses: list[Use], compile_all, before: dict | None = None) -> dict | N
         before: the entry that another Triton needs, or None. Where the heuristic passes here, the new one keeps what it
             missed there.
     """
-    config = tuning.CONFIGS[uses[0].launch.kernel]
+    config = tuning.choice.CONFIGS[uses[0].launch.kernel]
     defaults = [_heuristic(use.launch) for use in uses]
     launches = [ratings.launch_with(use.launch, default) for use, default in zip(uses, defaults)]
     results = compile_all(launches)
@@ -103,7 +104,7 @@ def _entry(uses: list[Use], compile_all, before: dict | None = None) -> dict | N
     first = next((i for i, gates in enumerate(missed) if gates), 0)
     known, ring = {str(defaults[first].to_json())}, [defaults[first]]
     for _ in range(STEPS):
-        near = {str(c.to_json()): c for start in ring for c in tuning.neighbours(start)}
+        near = {str(c.to_json()): c for start in ring for c in tuning.search.neighbours(start)}
         # Vary only meta and num_warps: `programs` changes no code. `num_stages` changes the code of none of these
         # kernels. Only a measurement can choose knobs.
         ring = [c for name, c in near.items() if name not in known and _unvaried(c) == _unvaried(defaults[first])]
@@ -112,10 +113,10 @@ def _entry(uses: list[Use], compile_all, before: dict | None = None) -> dict | N
         if best:
             if not any(missed):
                 kept = {name: before[name] for name in ("triton", "heuristic_missed")}
-                return tuning.entry_for(config, best, tuning.COMPILED) | kept
+                return tuning.search.entry_for(config, best, tuning.COMPILED) | kept
             gate, message = next(iter(missed[first].items()))
             why = f"{gate}: {message} ({uses[first].dtype}, {uses[first].shapes[0]})"
-            return tuning.entry_for(config, best, tuning.COMPILED, heuristic_missed=why[:300])
+            return tuning.search.entry_for(config, best, tuning.COMPILED, heuristic_missed=why[:300])
     print(f"{launches[first].arch}: {launches[first].config['key']}: nothing within {STEPS} steps passes")
     return None
 
@@ -142,14 +143,14 @@ def _unvaried(config: Config) -> tuple:
 
 def _heuristic(launch: Launch) -> Config:
     numbers = contribution.numbers_of(launch.config["key"])
-    return tuning.CONFIGS[launch.kernel].heuristic(*numbers, DEVICES[launch.arch])
+    return tuning.choice.CONFIGS[launch.kernel].heuristic(*numbers, DEVICES[launch.arch])
 
 
 def _write(arch: str, changes: dict) -> None:
-    file = tuning.shipped_file(DEVICES[arch])
-    table = tuning.read_table(file) | changes
+    file = tuning.entries.shipped_file(DEVICES[arch])
+    table = tuning.entries.read_table(file) | changes
     table = {key: entry for key, entry in table.items() if entry}
     if changes:
-        tuning.write_table(file, table) if table else file.unlink()
+        tuning.entries.write_table(file, table) if table else file.unlink()
     for key, entry in sorted(changes.items()):
         print(f"{file.name}: {key}: {entry['heuristic_missed'] if entry else 'taken out'}")

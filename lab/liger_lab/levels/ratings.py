@@ -14,7 +14,7 @@
 All but reads are shares of the sufficient amount, limited to 1. All launches of one key share one choice. Another
 configuration dominates it if it is as good in everything at all of these launches, and clearly better in one share at
 one launch. The search covers heuristic choices with a share below 1 only (measured winners stay). It tries the tuner's
-space: `tuning.neighbours`.
+space: `tuning.search.neighbours`.
 """
 
 import importlib
@@ -143,7 +143,7 @@ def candidates(launch: Launch) -> dict[str, Launch]:
     names = ("meta", "num_warps", "num_stages", "programs")
     config = Config(**{name: launch.config[name] for name in names}, device=DEVICES[launch.arch])
     by_name = {}
-    for near in tuning.neighbours(config):
+    for near in tuning.search.neighbours(config):
         # a knob is an option of one compiler that only the tuner can measure; num_stages changes none of these kernels
         if not near.knobs and near.num_stages == config.num_stages and may_take(launch, near):
             by_name[str((near.meta, near.num_warps, near.programs))] = launch_with(launch, near)
