@@ -35,14 +35,11 @@ def match_activation(module):
     def original(training, x):
         return type(module).forward(probing.copy_of(module, {}, {}, training=training), x)
 
-    def case(dtype, shape):
-        return (probing.random_rows(probing.generator(), *shape, PROBE_WIDTH, dtype=dtype),)
-
     for activation in WRITTEN_OUT:
 
         def replacement(_, x, activation=activation):
             return activate.reference(x, activation)
 
-        if Comparison(original, replacement, case).proves(module):
+        if Comparison(original, replacement, probing.case_of(PROBE_WIDTH)).proves(module):
             return ActivationMatch.of(activate, {"activation": activation}, {})
     return None

@@ -116,9 +116,7 @@ def match_experts(module):
     if not module.has_gate:
         return _match_experts_without_gate(module)
 
-    def case(dtype, shape):
-        return (probing.random_rows(probing.generator(), *shape, 2 * PROBE_INTERMEDIATE, dtype=dtype),)
-
+    case = probing.case_of(2 * PROBE_INTERMEDIATE)
     for split, (op, options, attributes, probe_numbers) in itertools.product(gates.HALVES, gates.candidates(module)):
         if op is activate:
             continue

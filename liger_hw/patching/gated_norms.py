@@ -7,8 +7,6 @@ code 62.
 import itertools
 from dataclasses import dataclass
 
-import torch
-
 from liger_hw.kernels.norms.gated_rms_norm import GATE_ACTIVATIONS, GATED_CASTING_MODES, gated_rms_norm
 from liger_hw.patching import probing
 from liger_hw.patching.match import Match
@@ -62,11 +60,7 @@ def match_gated_norm(module):
     if weight.ndim != 1 or type(group) is not int or group <= 0 or width % group:
         return None
 
-    def case(dtype, shape):
-        random = probing.generator()
-        x, gate = (probing.random_rows(random, *shape, width, dtype=dtype) for _ in range(2))
-        return x, gate, torch.nn.Parameter(probing.random_rows(random, width, dtype=dtype))
-
+    case = probing.case_of(width, rows=2, weights=1)
     for form, eps_name in itertools.product(FORMS, probing.float_attributes(module)):
 
         def original(training, x, gate, weight, eps_name=eps_name):

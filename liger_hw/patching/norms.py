@@ -143,13 +143,8 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
         probing.agree(original, replacement, [rows(*pair)], exact) for pair in (probing.DTYPES[::-1], probing.DTYPES)
     )
 
-    def case(dtype, shape):
-        random = probing.generator()
-        x = probing.random_rows(random, *shape, width, dtype=dtype)
-        return x, torch.nn.Parameter(probing.random_rows(random, width, dtype=dtype))
-
-    comparison = witnesses.Comparison(original, replacement, case, exact, width_is_given=bool(weight_name))
-    comparison.confirm(module)
+    case = probing.case_of(width, weights=1)
+    witnesses.Comparison(original, replacement, case, exact, width_is_given=bool(weight_name)).confirm(module)
     names = {"weight": weight_name, "bias": None} if op is layer_norm else {"weight": weight_name}
     if eps_name:
         names["eps"] = eps_name
@@ -180,11 +175,7 @@ def _match_layer_norm(module):
         parameters = dict.fromkeys(("weight", "bias")) | dict(zip(parts, parameters))
         return type(module).forward(probing.copy_of(module, parameters, {}, eps=PROBE_EPS, training=training), x)
 
-    def case(dtype, shape):
-        random = probing.generator()
-        x = probing.random_rows(random, *shape, width, dtype=dtype)
-        return x, *(torch.nn.Parameter(probing.random_rows(random, width, dtype=dtype)) for _ in parts)
-
+    case = probing.case_of(width, weights=len(parts))
     for offset in (0.0, 1.0):
 
         def replacement(_, x, weight, bias=None, offset=offset):

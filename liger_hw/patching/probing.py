@@ -146,6 +146,17 @@ def random_bytes(generator, *shape):
     return torch.randint(256, shape, generator=generator, device="cpu", dtype=torch.uint8)
 
 
+def case_of(width, rows=1, weights=0):
+    """Return a function of (dtype, leading dimensions) that draws rows (*, width), then weights (width,)."""
+
+    def case(dtype, shape):
+        random = generator()
+        drawn = [random_rows(random, *shape, width, dtype=dtype) for _ in range(rows)]
+        return *drawn, *(torch.nn.Parameter(random_rows(random, width, dtype=dtype)) for _ in range(weights))
+
+    return case
+
+
 def rows_per_dtype(*shape):
     """Return cases of one argument: rows with standard deviation 3, in each of `DTYPES`."""
     random = generator()
