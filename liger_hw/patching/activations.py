@@ -3,7 +3,7 @@
 from liger_hw.kernels.mlp.glu import activate
 from liger_hw.patching import probing
 from liger_hw.patching.match import Match
-from liger_hw.patching.witnesses import Comparison
+from liger_hw.patching.witnesses import Proof
 
 WRITTEN_OUT = ("gelu_new", "quick_gelu", "relu_squared")  # torch has the others as one operation
 PROBE_WIDTH = 64
@@ -40,6 +40,6 @@ def match_activation(module):
         def replacement(_, x, activation=activation):
             return activate.reference(x, activation)
 
-        if Comparison(original, replacement, probing.case_of(PROBE_WIDTH)).proves(module):
+        if Proof(original, replacement, probing.case_of(PROBE_WIDTH)).holds_for(module):
             return ActivationMatch.of(activate, {"activation": activation}, {})
     return None

@@ -131,7 +131,7 @@ def match_experts(module):
             return op.reference(*gates.HALVES[split](gate_up), **options)
 
         constants = read(type(module), ("_apply_gate",)).constants
-        if witnesses.Comparison(original, replacement, case, shapes=((PROBE_ROWS,), (1,))).proves(module, constants):
+        if witnesses.Proof(original, replacement, case, shapes=((PROBE_ROWS,), (1,))).holds_for(module, constants):
             names = {"split": split} | attributes
             return ExpertsMatch.of(op, options, names, methods=("_apply_gate",), bypassed=_children(module))
     return None

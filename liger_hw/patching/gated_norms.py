@@ -11,7 +11,7 @@ from liger_hw.kernels.norms.gated_rms_norm import GATE_ACTIVATIONS, GATED_CASTIN
 from liger_hw.patching import probing
 from liger_hw.patching.match import Match
 from liger_hw.patching.norms import PROBE_EPS, PROBE_WIDTH
-from liger_hw.patching.witnesses import Comparison
+from liger_hw.patching.witnesses import Proof
 
 OPTIONS = {  # option of the op -> its values, the default first
     "gate_first": (False, True),
@@ -70,7 +70,7 @@ def match_gated_norm(module):
         def replacement(_, x, gate, weight, form=form):
             return gated_rms_norm.reference(x, gate, weight, PROBE_EPS, group_size=group, **form)
 
-        if Comparison(original, replacement, case).proves(module):
+        if Proof(original, replacement, case).holds_for(module):
             group_name = "group_size" if hasattr(module, "group_size") else None
             names = {"eps": eps_name, "group": group_name, "weight": weight_name}
             return GatedNormMatch.of(gated_rms_norm, form, names)

@@ -1,6 +1,6 @@
-"""Tell whether code computes with the number of its tokens, or reads the state of a tensor.
+"""Notice code that computes with its number of tokens or reads a tensor's state.
 
-Under the mode `Lengths`, a tensor's sizes are numbers that notice what code does with them. A number of tokens may
+Under the mode `Lengths`, a tensor's sizes are numbers that notice their use. A number of tokens may
 shape tensors. Other uses may change the result for another number.
 """
 
@@ -37,7 +37,7 @@ class _Length:
 
     @staticmethod
     def operator(name, verb):
-        """Return the operator `name`: one that tells what code does with the number, or computes a further one."""
+        """Return the operator `name`, which refuses the number's use, or gives a further number."""
 
         def compute(self, *others):
             if verb:
@@ -62,7 +62,7 @@ class _Width(int):
 
     @staticmethod
     def operator(name, verb):
-        """Return the operator `name`, which gives a width, and tells what code does with this one."""
+        """Return the operator `name`, which gives a width, and may refuse its use."""
 
         def compute(self, *others):
             result = getattr(int, name)(self, *others)
@@ -75,7 +75,7 @@ class _Width(int):
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod")
-OPERATORS = {  # class -> what code does with a number by an operator -> the operators; None: it computes a further one
+OPERATORS = {  # class -> use of a number -> its operators; None: they give a further number
     _Length: {
         "compares": (*COMPARISONS, "bool", "hash"),
         "reads": (

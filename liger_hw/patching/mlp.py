@@ -171,7 +171,7 @@ def match_mlp(module):
                 without_up = names.get("up", "") is None
                 if (op is activate or not without_up) and probing.reproduces(replacement, expected, cases):
                     # in_place=False, as a hook may keep what a projection returned
-                    witnesses.Comparison(original, replacement, case, in_place=False).confirm(module)
+                    witnesses.Proof(original, replacement, case, in_place=False).confirm(module)
                     calls = _called_projections(original, case(torch.float32))
                     if sorted(calls) != sorted(projections):
                         raise witnesses.Objection("computes with its projections without a call of them")

@@ -144,7 +144,7 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
     )
 
     case = probing.case_of(width, weights=1)
-    witnesses.Comparison(original, replacement, case, exact, width_is_given=bool(weight_name)).confirm(module)
+    witnesses.Proof(original, replacement, case, exact, width_is_given=bool(weight_name)).confirm(module)
     names = {"weight": weight_name, "bias": None} if op is layer_norm else {"weight": weight_name}
     if eps_name:
         names["eps"] = eps_name
@@ -181,6 +181,6 @@ def _match_layer_norm(module):
         def replacement(_, x, weight, bias=None, offset=offset):
             return layer_norm.reference(x, weight + offset, bias, PROBE_EPS)
 
-        if witnesses.Comparison(original, replacement, case, exact=False).proves(module):
+        if witnesses.Proof(original, replacement, case, exact=False).holds_for(module):
             return NormMatch.of(layer_norm, {"offset": offset} if offset else {}, names)
     return None

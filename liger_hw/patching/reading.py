@@ -508,7 +508,7 @@ def _read_value(value, name, code):
 
 
 def _read_called(function, name, code):
-    """Read a function behind a global name; pin the code of one of torch or of Python."""
+    """Read a function behind a global name; pin that of torch or Python."""
     if values.is_known_library(function) and function.__closure__:
         code.refuse(f"calls {name}, which {function.__globals__['__name__']} made")
     if values.is_known(function):

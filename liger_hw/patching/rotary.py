@@ -11,7 +11,7 @@ from liger_hw.patching.reading import Pin, read_function, read_globals
 from liger_hw.patching.rebinding import innermost, model_methods, with_globals
 from liger_hw.patching.rotation import by_op, case_of, prove_rotation, replacement
 from liger_hw.patching.shared_inputs import Sharing, groups_in
-from liger_hw.patching.witnesses import Comparison
+from liger_hw.patching.witnesses import Proof
 
 NO_ROTATION = "the op rope does not compute the rotation of {}"
 
@@ -116,12 +116,12 @@ def find_rotation(function):
     rotation = prove_rotation(function, lambda original, op_rotation, cases: agree(as_tuple, op_rotation, cases))
     if rotation is None:
         return None, NO_ROTATION
-    comparison = Comparison(
+    proof = Proof(
         lambda training, *args: as_tuple(*args),
         lambda training, *args: by_op(rotation)(*args),
         lambda dtype, shape: case_of(rotation, dtype, dtype, batch=shape[0], length=shape[1]),
         other_shapes=(),
         learned=2 if rotation.form.startswith("q") else 1,
     )
-    reason = comparison.objection(code.constants)
+    reason = proof.objection(code.constants)
     return (None, f"{{}} {reason}") if reason else (rotation, None)

@@ -6,7 +6,7 @@ from liger_hw._torch import is_plain
 from liger_hw.patching import gates, probing
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match
-from liger_hw.patching.witnesses import Comparison
+from liger_hw.patching.witnesses import Proof
 
 PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INTERMEDIATE = 2, 32, 48
 PROBE_TOKENS = 5 * PROBE_EXPERTS
@@ -68,7 +68,7 @@ def match_sorted_experts(module):
         def replacement(_, x, *weights, op=op, options=options):
             return _compute(x, *weights, op.reference, options)
 
-        if Comparison(original, replacement, case, shapes=((PROBE_TOKENS,), (PROBE_EXPERTS,))).proves(module):
+        if Proof(original, replacement, case, shapes=((PROBE_TOKENS,), (PROBE_EXPERTS,))).holds_for(module):
             bypassed = tuple((name, original_class(child)) for name, child in module.named_children())
             return SortedExpertsMatch.of(op, options, {"first": first, "second": second}, bypassed=bypassed)
     return None

@@ -1,4 +1,4 @@
-"""Tell whose code a value is, and whether it may change or compute when code reads it."""
+"""Tell whose code a value is, and whether it may change or compute."""
 
 import enum
 import functools

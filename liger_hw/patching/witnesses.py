@@ -103,7 +103,7 @@ def constants_of(module):
 
 
 @dataclass
-class Comparison:
+class Proof:
     """Compare what a module computes with what an op computes.
 
     Attributes:
@@ -127,7 +127,7 @@ class Comparison:
     in_place: bool = True
     width_is_given: bool = False
 
-    def proves(self, module, constants=()):
+    def holds_for(self, module, constants=()):
         """Tell whether the op computes a module: on ordinary rows, then by both witnesses.
 
         Args:
@@ -143,7 +143,7 @@ class Comparison:
         return True
 
     def confirm(self, module, constants=()):
-        """Raise `Objection` unless both witnesses agree; arguments as `proves`."""
+        """Raise `Objection` unless both witnesses agree; arguments as `holds_for`."""
         if reason := self.objection(constants_of(module) | set(constants)):
             raise Objection(reason)
 
@@ -214,7 +214,7 @@ class Comparison:
         yield "rows of zeros", (torch.zeros_like(x), *rest)
 
     def _agrees(self, training, args):
-        """Tell whether both give the same for these arguments, and the module leaves them as they are."""
+        """Tell whether both give the same, and the module writes to no argument."""
         versions = [tensor_version(x) for x in probing.tensors(args)]
         try:
             expected = probing.run(lambda: self.original(training, *args))
@@ -252,7 +252,7 @@ def _scales(constants):
 
 
 def _operations(function, leading, in_place=True):
-    """Return (the operations that a function runs, or None if it fails; the numbers among their arguments)."""
+    """Return a function's operations (None if it fails) and the numbers among their arguments."""
     operations = _Operations(leading, in_place)
     try:
         probing.run(function, operations)
