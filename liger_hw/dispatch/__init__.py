@@ -35,6 +35,7 @@ their names, without the underscore; their fakes are the allocations of what fol
 | a backward of other `raw` functions or of torch's | `*, x_grad, weight_grad`, and it returns the gradients, or None |
 | the same, as one op of torch | `@_scaled_forward.backward(fake)`, a function that allocates these gradients |
 | a forward of them | `@differentiable()` instead of `@raw()` |
+| a part of one, one op where torch.compile traces it | `@traced_as_one(fake)`, a function that allocates its results |
 | a kernel that writes over its arguments | `mutates=("x",)` |
 | options that only the backward reads | further annotated parameters of the backward: the last arguments of `apply` |
 | results without a gradient, such as counts | `without_gradient="counts"` for `backward`; `apply` returns them |
@@ -55,6 +56,7 @@ from liger_hw.dispatch.declarations import differentiable, raw
 from liger_hw.dispatch.function import Function
 from liger_hw.dispatch.ops import OPS, Op, op
 from liger_hw.dispatch.precision import uncast, widen
-from liger_hw.dispatch.registration import empty_rows
+from liger_hw.dispatch.registration import empty_rows, traced_as_one
 
-__all__ = ["OPS", "Cost", "Function", "Op", "differentiable", "empty_rows", "op", "raw", "uncast", "widen"]
+__all__ = ["OPS", "Cost", "Function", "Op", "differentiable", "empty_rows", "op", "raw", "traced_as_one", "uncast",
+           "widen"]  # fmt: skip

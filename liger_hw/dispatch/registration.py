@@ -10,6 +10,7 @@ from liger_hw._torch import PLAIN, dispatch_modes
 from liger_hw._triton import AVAILABLE
 from liger_hw.checks import UnreadableTensor
 from liger_hw.dispatch.generated import arguments_by_name, define, described
+from liger_hw.dispatch.precision import uncast
 from liger_hw.hooks import hooks
 from liger_hw.tuning import LaunchFailed
 
@@ -58,7 +59,7 @@ def register(function, inputs, results, allocation, mutates=(), writes=True, **c
     launches = f"function({arguments_by_name(function, [*inputs, *(results if writes else ())])})"
     launches = f"{allocation}; {launches}" if writes else f"{returned} = {launches}"
     first = next(name for name, annotation in inputs.items() if annotation is torch.Tensor)
-    flat = ", ".join(f"*{name}" if is_tuple(annotation) else name for name, annotation in inputs.items())
+    fields, flat, rebuilt = _fields(inputs)
     source = f"""
         def run({names}):
             {launches}
@@ -80,6 +81,12 @@ def register(function, inputs, results, allocation, mutates=(), writes=True, **c
             {allocation}
             return {returned}
 
+        def run_registered({", ".join(fields)}):
+            return run_observed({rebuilt})
+
+        def registered_fake({", ".join(fields)}):
+            return fake({rebuilt})
+
         def call({names}):
             if is_compiling() or dispatch_modes() or type({first}) not in PLAIN:
                 return opaque({flat})
@@ -96,39 +103,71 @@ def register(function, inputs, results, allocation, mutates=(), writes=True, **c
     constants |= {
         "function": function, "repeatable": not mutates, "empty_rows": empty_rows, "is_compiling": is_compiling,
         "dispatch_modes": dispatch_modes, "hooks": hooks, "PLAIN": PLAIN, "LaunchFailed": LaunchFailed,
-        "UnreadableTensor": UnreadableTensor, "opaque": None,
+        "UnreadableTensor": UnreadableTensor, "opaque": None, **{f"{name}_type": kind for name, kind in inputs.items()},
     }  # fmt: skip
     functions = define(name, source, **constants)
     call = functools.update_wrapper(functions["call"], function)
     if _library is not None:
-        call.opaque = functions["opaque"] = _registered(function, name, inputs, results, mutates, functions)
+        returned = _tensors(len(results)) if results else inspect.signature(function).return_annotation
+        call.opaque = functions["opaque"] = _registered(name, fields, returned, functions, mutates)
     return call
 
 
-def _registered(function, name, inputs, results, mutates, functions):
-    """Register `functions` under `name`, with NamedTuples spread into their fields, as torch's schemas require."""
-    flat = []
-    for argument, annotation in inputs.items():
-        fields = annotation.__annotations__.items() if is_tuple(annotation) else ()
-        flat += [(f"{argument}_{field}", kind) for field, kind in fields] or [(argument, annotation)]
+def traced_as_one(fake):
+    """Register a function of `raw` functions and torch as one op for torch.compile.
+
+    Eager calls run the function. Compiled code calls each op through torch's dispatcher, and copies what a function
+    writes to in place.
+
+    Args:
+        fake: a function of the same arguments that allocates the results.
+    """
+
+    def decorate(function):
+        if _library is None:
+            return function
+        signature = inspect.signature(function)
+        inputs = {p.name: p.annotation for p in signature.parameters.values()}
+
+        def run(*args):
+            with uncast(args[0]):  # autocast casts arguments while a program is traced
+                return function(*args)
+
+        functions = {"run_registered": run, "registered_fake": fake}
+        opaque = _registered(function.__name__, inputs, signature.return_annotation, functions)
+        return functools.wraps(function)(lambda *args: opaque(*args) if is_compiling() else function(*args))
+
+    return decorate
+
+
+def _fields(inputs):
+    """Return annotations of a schema, one for each field of a NamedTuple.
+
+    And the arguments of its call as text, and the inputs as text of its names.
+    """
+    fields, arguments, texts = {}, [], []
+    for name, kind in inputs.items():
+        names = {name: kind}
+        if is_tuple(kind):
+            names = {f"{name}_{field}": annotation for field, annotation in kind.__annotations__.items()}
+        fields |= names
+        arguments.append(f"*{name}" if is_tuple(kind) else name)
+        texts.append(f"{name}_type({', '.join(names)})" if is_tuple(kind) else name)
+    return fields, ", ".join(arguments), ", ".join(texts)
+
+
+def _registered(name, inputs, returned, functions, mutates=()):
+    """Define an op of torch whose schema has the annotations `inputs` and `returned`."""
 
     def prototype():
         """Tell `infer_schema` its signature; nothing calls it."""
 
-    prototype.__signature__ = inspect.Signature(
-        [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for name, kind in flat],
-        return_annotation=_tensors(len(results)) if results else inspect.signature(function).return_annotation,
-    )
-
-    def rebuild(flat):
-        values = iter(flat)
-        return [kind(*(next(values) for _ in kind._fields)) if is_tuple(kind) else next(values)
-                for kind in inputs.values()]  # fmt: skip
-
-    run, fake = functions["run_observed"], functions["fake"]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in inputs.items()]
+    prototype.__signature__ = inspect.Signature(parameters, return_annotation=returned)
     _library.define(name + torch.library.infer_schema(prototype, mutates_args=mutates))
-    _library.impl(name, lambda *flat: run(*rebuild(flat)), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"liger_hw::{name}", lambda *flat: fake(*rebuild(flat)), lib=_library)
+    _library.impl(name, functions["run_registered"], "CompositeExplicitAutograd")
+    torch.library.register_fake(f"liger_hw::{name}", functions["registered_fake"], lib=_library)
     return getattr(torch.ops.liger_hw, name).default
 
 
