@@ -135,7 +135,7 @@ def plan(
         options: what is asked for; empty values are as absent.
             activations: budget of `liger_hw.activations` for the model that liger_hw patches.
             snapshots: folder for the memory of a step of each run.
-            compiled: what torch.compile gets after a provider's patch: "model", or "layers" (each for itself).
+            compiled: what torch.compile gets after a provider's patch: "model", "layers" or "graphs".
             lora, qlora: rank of PEFT's adapters on all linear layers; with `qlora` these layers have 4 bits.
             kbit: `peft.prepare_model_for_kbit_training` prepares the model, and keeps the rest in fp32.
             offload: DeepSpeed's ZeRO-3 keeps weights and optimizer on the "cpu", or in this folder of a disk.
@@ -297,6 +297,7 @@ class Trained:
         self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
 
     def step(self, batch: dict):
+        torch.compiler.cudagraph_mark_step_begin()  # compiled layers may write over what the step before returned
         self.optimizer.zero_grad()
         for _ in range(self.batches):
             with self.autocast:
@@ -440,12 +441,12 @@ def change(provider: str, model) -> None:
 
 
 def _compile(model, what: str | None):
-    """Compile "model", its "layers" (each for itself), or nothing."""
+    """Compile "model", its "layers" (each for itself), these into CUDA "graphs", or nothing."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in {"model": [model], "layers": layers, None: []}[what]:
-        module.compile()
+    for module in {"model": [model], "layers": layers, "graphs": layers, None: []}[what]:
+        module.compile(mode="reduce-overhead" if what == "graphs" else None)
 
 
 def _free(trained, device):

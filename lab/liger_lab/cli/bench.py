@@ -85,8 +85,8 @@ def add(commands) -> None:
     option("--batch", type=common.positive, nargs="+", metavar="N", help="sequences in a batch (each model's own)")
     option("--seq", type=common.positive, nargs="+", metavar="N", help="tokens in a sequence (each model's own)")
     option("--checkpointing", choices=("on", "off", "both"), help="of activations (each model's own)")
-    option("--compile", choices=("layers", "model"),
-           help="compile every model after its patch, layer by layer or whole")  # fmt: skip
+    option("--compile", choices=("layers", "graphs", "model"),
+           help="compile every model after its patch: layer by layer, the same into CUDA graphs, or whole")  # fmt: skip
     option("--activations", metavar="BUDGET",
            help="train the patched model within this memory: 100GiB, a share such as 0.9, or auto")  # fmt: skip
     option("--sweep", choices=("batch", "seq"),

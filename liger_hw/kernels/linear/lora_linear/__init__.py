@@ -35,6 +35,7 @@ from liger_hw.dispatch.function import Function
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit
 from liger_hw.kernels.linear.lora_linear.products import (
     LARGEST_RANK,
+    adapted_product,
     adapter_project,
     add_product,
     add_products,
@@ -182,8 +183,9 @@ def _lora_linear(
     lora_b: torch.Tensor, mask: torch.Tensor | None, scaling: float, sum_dtype: torch.dtype | None, needs_dx: bool,
 ):  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
-    u = adapter_project(_seen(rows, mask), lora_a.t(), scaling)
-    y = add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t()).view(*x.shape[:-1], lora_b.shape[0])
+    matrix = _whole(weight, state).t()
+    y, u = adapted_product(rows, _seen(rows, mask), matrix, bias, lora_a.t(), lora_b.t(), scaling, None)
+    y = y.view(*x.shape[:-1], lora_b.shape[0])
     return (y, u, weight, lora_a) if needs_dx else (y, u, None, None)  # a program may write to what no backward reads
 
 
@@ -194,10 +196,11 @@ def _(
 ):  # fmt: skip
     with uncast(dy):  # a program may call backward within autocast
         dy, rows, dx, du = dy.reshape(-1, lora_b.shape[0]), x.reshape(-1, x.shape[-1]), None, None
-        if x_grad or lora_a_grad:
-            du = adapter_project(dy, lora_b, scaling)
         if x_grad:
-            dx = add_products(dy, _whole(kept_weight, state), None, du, kept_a, mask).view(x.shape)
+            dx, du = adapted_product(dy, dy, _whole(kept_weight, state), None, lora_b, kept_a, scaling, mask)
+            dx = dx.view(x.shape)
+        elif lora_a_grad:
+            du = adapter_project(dy, lora_b, scaling)
         seen = _seen(rows, mask) if lora_a_grad else rows
         pairs = [(dy, u) if lora_b_grad else None]
         da, (db,) = gradients(seen, du if lora_a_grad else None, pairs, lora_b, lora_b.shape[1])
@@ -398,10 +401,10 @@ def _lora_glu_linear(
     """
     y = glu(gate, up, activation)
     rows, shape = y.view(-1, y.shape[-1]), (*gate.shape[:-1], lora_b.shape[0])
-    u = adapter_project(rows, lora_a.t(), scaling)
     if defers:
-        return gate.new_empty_strided(shape, [0] * gate.ndim), y, u
-    return add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t()).view(shape), y, u
+        return gate.new_empty_strided(shape, [0] * gate.ndim), y, adapter_project(rows, lora_a.t(), scaling)
+    out, u = adapted_product(rows, rows, _whole(weight, state).t(), bias, lora_a.t(), lora_b.t(), scaling, None)
+    return out.view(shape), y, u
 
 
 @_lora_glu_linear.backward(without_gradient="y u")
@@ -411,8 +414,8 @@ def _(
 ):  # fmt: skip
     with uncast(dout):
         dout = dout.reshape(-1, lora_b.shape[0])
-        du = adapter_project(dout, lora_b, scaling)
-        dy = add_products(dout, _whole(weight, state), None, du, lora_a).view(gate.shape)
+        dy, du = adapted_product(dout, dout, _whole(weight, state), None, lora_b, lora_a, scaling, None)
+        dy = dy.view(gate.shape)
         dgate, dup = unit_gradients(gate, up, dy, activation, in_place, gate_grad, up_grad)
         y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
         pairs = [(dout, u) if lora_b_grad else None]

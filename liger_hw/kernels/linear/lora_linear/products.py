@@ -7,7 +7,7 @@ import torch
 from liger_hw._torch import has_wide_products
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import raw
+from liger_hw.dispatch import raw, traced_as_one
 from liger_hw.kernels._math import dot, in_order, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
@@ -20,11 +20,12 @@ LARGEST_RANK = 64  # tiles of a larger one spill: of 128 on gfx1100, of 256 on e
 
 @tuned
 def lora_project_config(rank, vectors, device):
-    # On an H100 with 8,192 rows and a rank of 16, tiles of 64 rows that read three blocks ahead take 0.046 ms for 4,096
-    # columns and 0.112 for 14,336; with two 0.052 and 0.121. Tiles of 32 rows take half as long again for 4,096.
-    rows, depth = _tile(rank, vectors)
-    stages = min(4, device.shared_memory // ((2 * rows + 4 * rank) * depth)) if device.async_copy else 2
-    return Config({"ROWS": rows, "DEPTH": depth}, _warps(rows * depth, rank, device), max(stages, 2))
+    # On an H100, of 2,048 rows, it takes 0.008 ms of 2,048 columns and 0.020 of 8,192. One loop took 0.026 and 0.096 in
+    # tiles of 64 x 128, and 0.015 and 0.053 with half the warps.
+    num_warps, rows, depth = 256 // device.warp_size, 16, max(1024 // rank, 16) if vectors else 16
+    stage_bytes = num_warps * depth * (2 * rows + 4 * rank)
+    stages = min(4, device.shared_memory // stage_bytes) if device.async_copy else 2
+    return Config({"SPLIT": num_warps, "ROWS": rows, "DEPTH": depth}, num_warps, max(stages, 2))
 
 
 @tuned
@@ -71,27 +72,33 @@ def split(value, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def lora_project(
     X, FIRST, U, rows, scale, x_stride, first_inner, first_rank, inner, rank, RANK: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Write rows of U = scale X FIRST (inner, rank). WHOLE: DEPTH divides `inner`."""
+    """Write rows of U = scale X FIRST (inner, rank).
+
+    WHOLE: SPLIT * DEPTH divides `inner`. A loop over `inner` waits for each product before the next. So SPLIT of them
+    run side by side, each in warps of its own, and the terms of fp32 have a sum each.
+    """
     row, r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, RANK)
     inside, in_rank = row < rows, (r < rank)[None, :]
-    total = tl.zeros((ROWS, RANK), tl.float32)
-    for start in range(0, inner, DEPTH):
-        i = start + tl.arange(0, DEPTH)
-        mask, factor_mask = inside, in_rank
+    part, depth = tl.arange(0, SPLIT)[:, None, None] * DEPTH, tl.arange(0, DEPTH)
+    total = tl.zeros((SPLIT, ROWS, RANK), tl.float32)
+    mid_total, lo_total = total, total
+    for start in range(0, inner, SPLIT * DEPTH):
+        i, factor_i = start + part + depth[None, None, :], start + part + depth[None, :, None]
+        mask, factor_mask = inside[None, :, :], in_rank[None, :, :]
         if not WHOLE:
-            mask, factor_mask = mask & (i < inner)[None, :], factor_mask & (i < inner)[:, None]
-        x = tl.load(X + row * x_stride + i[None, :], mask, 0.0)
-        factor = tl.load(FIRST + i[:, None] * first_inner + r[None, :] * first_rank, factor_mask, 0.0)
+            mask, factor_mask = mask & (i < inner), factor_mask & (factor_i < inner)
+        x = tl.load(X + row[None, :, :] * x_stride + i, mask, 0.0)
+        factor = tl.load(FIRST + factor_i * first_inner + r[None, None, :] * first_rank, factor_mask, 0.0)
         if FIRST.dtype.element_ty == X.dtype.element_ty:
             total = dot(x, factor, total, "ieee")
         else:
             hi, mid, lo = split(factor, X.dtype.element_ty)
-            total = dot(x, lo, total, "ieee")
-            total = dot(x, mid, total, "ieee")
+            lo_total = dot(x, lo, lo_total, "ieee")
+            mid_total = dot(x, mid, mid_total, "ieee")
             total = dot(x, hi, total, "ieee")
-    u, mid, lo = split(total * scale, X.dtype.element_ty)
+    u, mid, lo = split(tl.sum(lo_total + mid_total + total, 0) * scale, X.dtype.element_ty)
     parts: tl.constexpr = 1 if FIRST.dtype.element_ty == X.dtype.element_ty else 3
     at, mask = U + row * (parts * rank) + r[None, :], inside & in_rank
     tl.store(at, u, mask)
@@ -242,7 +249,7 @@ def adapter_project(x: torch.Tensor, first: torch.Tensor, scale: float, *, u):
         u (R, r) in the dtype of `first`; of fp32 on bf16 the terms of 16 bits whose sum it is, (R, 3r).
     """
     # On an H100 a step of 2,048 rows of Llama-1B waits for its host: one launch. Of 8,192 rows and 4,096 columns the
-    # kernel takes 0.053 ms and a library's product 0.030; of 14,336 columns 0.171 and 0.088.
+    # kernel takes 0.053 ms and a library's product with its terms 0.042; of 14,336 columns 0.135 and 0.100.
     rows, (inner, rank) = x.shape[0], first.shape
     if rows > MOST_ROWS or not _runs_kernels(x, first, rank):
         if _is_split(x, first):
@@ -254,7 +261,7 @@ def adapter_project(x: torch.Tensor, first: torch.Tensor, scale: float, *, u):
     config = lora_project_config(size, not (x_stride | inner) % 16, device_of(x))
     launch(
         lora_project, (-(-rows // config["ROWS"]), 1, 1), config, x, first, u, rows, scale, x_stride,
-        *first.stride(), inner, rank, size, inner % config["DEPTH"] == 0,
+        *first.stride(), inner, rank, size, inner % (config["SPLIT"] * config["DEPTH"]) == 0,
     )  # fmt: skip
 
 
@@ -322,6 +329,24 @@ def add_products(rows, matrix, bias, u, second, mask=None):
     update = y if mask is None else torch.zeros_like(y)
     adapter_add(update, u, second)
     return y if mask is None else y.addcmul_(update, mask)
+
+
+def _allocate_adapted(rows, seen, matrix, bias, first, *others):
+    return rows.new_empty(rows.shape[0], matrix.shape[1]), _allocate_u(seen, first)
+
+
+@traced_as_one(_allocate_adapted)
+def adapted_product(
+    rows: torch.Tensor, seen: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, first: torch.Tensor,
+    second: torch.Tensor, scale: float, mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return rows matrix + bias + mask (u second), and u = scale seen first.
+
+    Args:
+        seen: what the adapter sees of `rows`.
+    """
+    u = adapter_project(seen, first, scale)
+    return add_products(rows, matrix, bias, u, second, mask), u
 
 
 def add_product(y, rows, matrix):
