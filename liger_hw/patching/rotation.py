@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.kernels.attention.rope import LAYOUTS, rope
 from liger_hw.patching.probing import DTYPES, generator, outputs, random_rows
 from liger_hw.patching.witnesses import is_torchs
@@ -206,7 +207,9 @@ def _proved_call(rotation, leading, axis):
     if rotation.is_complex and not leading[2].is_complex():
         return None
     q, k, cos, sin = _unpacked(rotation, leading)
-    if q.dtype == torch.float64 or cos.dtype != sin.dtype or cos.requires_grad or k is not None and k.dtype != q.dtype:
+    if q.dtype not in KERNEL_DTYPES or not cos.is_floating_point() or cos.requires_grad or sin.requires_grad:
+        return None
+    if (sin.dtype, sin.shape) != (cos.dtype, cos.shape) or k is not None and (k.dtype, k.ndim) != (q.dtype, q.ndim):
         return None
     if (q.ndim, cos.ndim) != (4, 3):
         if not (rotation.flat and (q.ndim, cos.ndim) == (3, 2)):
@@ -215,8 +218,11 @@ def _proved_call(rotation, leading, axis):
         return None
     if axis not in (1, 2) or cos.shape[-2] != q.shape[q.ndim - 1 - axis]:
         return None
+    heads = q.ndim - 4 + axis
+    if k is not None and (k.shape[:heads], k.shape[heads + 1 :]) != (q.shape[:heads], q.shape[heads + 1 :]):
+        return None
     rotary_dim = cos.shape[-1] * (2 if rotation.tables == "shared" else 1)
-    if rotary_dim != q.shape[-1] and not (rotation.partial and rotary_dim < q.shape[-1]):
+    if rotary_dim % 2 or rotary_dim != q.shape[-1] and not (rotation.partial and rotary_dim < q.shape[-1]):
         return None
     if rotation.is_complex or q.dtype == cos.dtype:
         return DIRECT

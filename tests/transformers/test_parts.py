@@ -145,6 +145,31 @@ def test_flat_tokens_of_a_vision_tower():
         assert torch.equal(found, expected)
 
 
+RANDOM = torch.randn(4, 2, 4, 6, 16, generator=torch.Generator().manual_seed(0))
+Q, K, COS, SIN = RANDOM[0], RANDOM[1, :, :2], RANDOM[2, :, 0], RANDOM[3, :, 0]
+
+
+@pytest.mark.parametrize(
+    "args",
+    {
+        "a sine that is learned": (Q, K, COS, SIN.clone().requires_grad_()),
+        "a sine for all rows": (Q, K, COS, SIN[:1]),
+        "keys of one token": (Q, K[:, :, :1], COS, SIN),
+        "keys of one row": (Q, K[:1], COS, SIN),
+        "keys of five dimensions": (Q, K[None], COS, SIN),
+        "an odd width": tuple(x[..., :15] for x in (Q, K, COS, SIN)),
+        "whole numbers": tuple((10 * x).long() for x in (Q, K, COS, SIN)),
+        "complex heads": (Q + 0j, K + 0j, COS, SIN),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_arguments_that_the_op_does_not_take_run_the_models_function(args):
+    function = tiny.transformers.models.llama.modeling_llama.apply_rotary_pos_emb
+    ours = rotation.replacement(function, match_rotation(function))
+    for found, expected in zip(ours(*args[1]), function(*args[1]), strict=True):
+        assert torch.equal(found, expected) and found.requires_grad == expected.requires_grad
+
+
 def test_decorated_methods_call_the_replacement():
     import functools
 
