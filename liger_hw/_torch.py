@@ -8,6 +8,7 @@ torch.nn.Module, which any file may read: they are as old as torch, and a patche
 import functools
 import inspect
 import operator
+import sys
 from abc import _abc_init as init_abc  # as ABCMeta itself inits a class
 from contextlib import contextmanager, nullcontext
 
@@ -329,6 +330,12 @@ def backward_keeps_graph() -> bool:
 def backward_number() -> int:
     """Return the number of the backward that runs here; no two have the same."""
     return torch._C._current_graph_task_id()
+
+
+@constant_result
+def compiles_backward() -> bool:
+    """Tell whether compiled autograd runs the backward here."""
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
 
 
 def after_backward(function) -> None:

@@ -526,6 +526,8 @@ class FusedFunction(FunctionOfLazyLogits):
 
     @staticmethod
     def backward(ctx, grad, *_):
+        if _torch.compiles_backward():  # which loses the gradient's class
+            raise RuntimeError(f"compiled autograd cannot run the backward of logits that were not computed: {ADVICE}")
         _ = ctx.saved_tensors  # torch's error, if the graph was freed
         cell = GradientCell(ctx, grad, *ctx.logits, len(ctx.steps))
         reads = ctx.call.gradient_stays or ctx.call.kept is not None and not is_scalable(grad)

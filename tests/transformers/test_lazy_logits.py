@@ -5,6 +5,7 @@ import copy
 import ctypes
 import functools
 import gc
+import importlib
 import io
 import pickle
 import threading
@@ -763,6 +764,16 @@ def test_second_order_gradients_are_an_error_that_names_the_option(loss_of):
     _, patched = tiny.pair()
     with pytest.raises(RuntimeError, match="no second-order gradients.*skip_logits=False"):
         _penalty(patched, loss_of)
+
+
+def test_compiled_autograd_is_refused():
+    """It took the gradient without memory for an ordinary one, and lost it."""
+    _, patched = tiny.pair()
+    patched.model.requires_grad_(False)  # a short backward to compile
+    loss = tiny.call(patched, **tiny.tokens()).loss
+    compiled_autograd = importlib.import_module("torch._dynamo.compiled_autograd")
+    with compiled_autograd._enable(torch.compile(backend="eager")), pytest.raises(RuntimeError, match="skip_logits"):
+        loss.backward()
 
 
 def test_second_order_gradients_by_that_option():
