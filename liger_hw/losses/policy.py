@@ -303,7 +303,7 @@ def policy_loss(
     Args:
         x: (B, T, H) hidden states, each of the position before its token. weight: (V, H). bias: (V,) or None.
         tokens: (B, T) int64 or int32, the token sampled from each row of `x` (already shifted).
-        advantages: (B,), or by token (B, T).
+        advantages: (B,), or by token (B, T); a constant, as are the log-probabilities and ratios below.
         mask: (B, T), not 0 where a token counts; None for all.
         old_log_probs: (B, T) by the policy that sampled; None for the current policy.
         ref_log_probs: (B, T) by the reference model; or ref_x (B, T, H'), ref_weight and ref_bias to compute them. A

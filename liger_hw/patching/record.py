@@ -103,7 +103,7 @@ def scale_and_softcap(steps):
             continue
         if name == "tanh" and not capped:
             capped = True
-        elif capped and cap is None and name == "mul" and argument > 0:
+        elif capped and cap is None and name == "mul" and argument > 1e-30:  # else 0 in fp32
             cap = argument
         elif not capped and name == "mul":
             numerator *= argument
