@@ -50,7 +50,8 @@ def cross_entropy(
             loss = loss.masked_fill(~counts.any(), float("nan"))
         return loss.to(dtype)
 
-    return fused, lambda real: torch.nn.functional.cross_entropy(real.to(dtype), target, weight, **options)
+    # as now: a program may replace it before the backward
+    return fused, lambda real, own=torch.nn.functional.cross_entropy: own(real.to(dtype), target, weight, **options)
 
 
 def logsumexp(logits, dim, keepdim=False):

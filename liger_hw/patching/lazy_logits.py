@@ -21,6 +21,7 @@ import weakref
 from itertools import zip_longest
 
 import torch
+from torch.nn.functional import linear  # as now: a program may replace it between the forward and a read
 from torch.overrides import enable_reentrant_dispatch
 
 from liger_hw import _torch
@@ -111,7 +112,7 @@ class Source:
         self.check_unchanged()
         dtype = self.autocast_dtype
         with torch.autocast(self.tensors[0].device.type, dtype, enabled=dtype is not None):
-            return apply_steps(torch.nn.functional.linear(*self.tensors), steps)
+            return apply_steps(linear(*self.tensors), steps)
 
 
 class HeadCall:
@@ -435,8 +436,8 @@ class HeadFunction(FunctionOfLazyLogits):
         x, w = (hidden, weight) if dtype is None else (hidden.to(dtype), weight.to(dtype))
         rows = grad.reshape(-1, grad.shape[-1])
         return (
-            (grad @ w).to(hidden.dtype) if learns[0] else None,
-            (rows.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype) if learns[1] else None,
+            linear(grad, w.t()).to(hidden.dtype) if learns[0] else None,
+            linear(rows.t(), x.reshape(-1, x.shape[-1]).t()).to(weight.dtype) if learns[1] else None,
             rows.sum(0).to(bias.dtype) if learns[2] else None,
             *(None, None),
         )

@@ -79,7 +79,7 @@ class Record:
 
 VIEWS = ("rows", "columns", "view")  # steps whose result shares memory with their input
 APPLY = {
-    "add": torch.add, "div": torch.div, "mul": torch.mul, "tanh": lambda value, _: torch.tanh(value),
+    "add": torch.add, "div": torch.div, "mul": torch.mul, "tanh": lambda value, _, tanh=torch.tanh: tanh(value),
     "columns": lambda value, count: value[..., :count], "rows": lambda value, index: value[index],
     "to": lambda value, dtype: value.to(dtype), "view": lambda value, shape: value.reshape(shape),
 }  # fmt: skip
@@ -111,8 +111,7 @@ def scale_and_softcap(steps):
             denominator *= argument
         else:
             return None
-    if capped and cap is None:
-        cap = 1.0
+    cap = 1.0 if capped and cap is None else cap
     return numerator * (cap or 1.0) / denominator, cap
 
 

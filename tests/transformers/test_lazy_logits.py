@@ -975,6 +975,36 @@ def test_a_written_weight_of_which_hooks_of_saved_tensors_keep_a_copy(head, copi
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "place, name", [(torch.nn.functional, "linear"), (torch, "tanh"), (torch.Tensor, "__matmul__")]
+)
+def test_functions_that_a_program_replaces_after_the_forward(place, name, monkeypatch):
+    results = []
+    for model in tiny.pair("gemma2"):
+        out, gradients = tiny.call(model, **tiny.tokens()), []
+        out.logits.register_hook(lambda g, gradients=gradients: gradients.append(g.clone()))
+        with monkeypatch.context() as patch:
+            own = getattr(place, name)
+            patch.setattr(place, name, lambda *args, own=own: own(*args) * 1.5)
+            logits = out.logits.clone()
+            (out.loss + logits.square().mean()).backward()
+        results.append([logits, *gradients, model.lm_head.weight.grad])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_cross_entropy_that_a_program_replaces_before_the_backward(monkeypatch):
+    pair, own = Pair(recording=True), torch.nn.functional.cross_entropy
+    losses = []
+    for logits in pair.both():
+        logits.register_hook(lambda g: g * 2)
+        losses.append(own(logits.view(-1, 12), torch.arange(10)))
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", lambda *args, **options: own(*args, **options) * 1.5)
+    for loss in losses:
+        loss.backward()
+    pair.assert_same_gradients()
+
+
 def test_a_head_whose_weight_is_every_second_column():
     plain, patched = tiny.pair()
     for model in (plain, patched):
