@@ -89,6 +89,8 @@ def _can_mix(module, x, index, routing_weights, has_lora):
 
     With LoRA it also serves without a backward, where PEFT would merge the weights of all experts.
     """
+    if torch.compiler.is_compiling():  # before the import, which torch 2.10 cannot trace
+        return False
     from transformers.integrations import moe
 
     weights = _weights(module)
@@ -98,7 +100,6 @@ def _can_mix(module, x, index, routing_weights, has_lora):
         and not (module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False))
         # hooks gather sharded weights, or mark the tokens that belong to another rank's experts
         and not (getattr(module, "_is_expert_parallel", False) or forward_hooks(module))
-        and not torch.compiler.is_compiling()
         and is_plain(x, *weights)
         and all(w is not None and w.dtype == x.dtype for w in weights)
         and index.dtype in (torch.int64, torch.int32)
