@@ -101,14 +101,14 @@ def _computes(cls):
         name not in GENERATED
         and (hasattr(type(member), "__get__") or isinstance(member, functools.partial))
         and not isinstance(member, (type, *DESCRIPTORS, types.BuiltinFunctionType, types.MethodDescriptorType))
-        and not (isinstance(member, types.FunctionType) and _is_generated(member))
+        and not _is_generated(getattr(member, "__func__", member))  # enum's is a staticmethod since Python 3.12
         for name, member in vars(cls).items()
     )
 
 
 def _is_generated(function):
     """Tell whether dataclasses, namedtuple or enum made a method."""
-    return (
+    return isinstance(function, types.FunctionType) and (
         function.__code__.co_filename.startswith("<")
         and function.__name__ == function.__code__.co_name
         or is_known(function)
