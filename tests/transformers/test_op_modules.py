@@ -291,7 +291,7 @@ def _rank(rank, where, queue):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.skipif(not hasattr(os, "fork") or torch.accelerator.is_available(), reason="needs fork, before any GPU")
 def test_vocabulary_of_two_ranks(tmp_path):
     context = torch.multiprocessing.get_context("fork")
     queue = context.Queue()
