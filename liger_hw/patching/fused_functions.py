@@ -51,7 +51,7 @@ def cross_entropy(
         return loss.to(dtype)
 
     # as now: a program may replace it before the backward
-    return fused, lambda real, own=torch.nn.functional.cross_entropy: own(real.to(dtype), target, weight, **options)
+    return fused, lambda real, plain=torch.nn.functional.cross_entropy: plain(real.to(dtype), target, weight, **options)
 
 
 def logsumexp(logits, dim, keepdim=False):
