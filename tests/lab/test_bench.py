@@ -459,12 +459,16 @@ def test_activations_of_ours_alone():
     assert formatting.setting(runs[1]) == "tiny 1x8, activations within 0.001GiB"
 
 
-@pytest.mark.parametrize("what, modules", [("model", ["LlamaForCausalLM"]), ("layers", ["LlamaDecoderLayer"] * 4)])
+LAYERS = ["LlamaDecoderLayer"] * 4
+
+
+@pytest.mark.parametrize("what, modules", [("model", ["LlamaForCausalLM"]), ("layers", LAYERS), ("graphs", LAYERS)])
 def test_every_provider_is_compiled(what, modules, monkeypatch):
     pytest.importorskip("transformers")
     compiled, of_torch = [], torch.nn.Module.compile
 
-    def compile_with_its_name(module):
+    def compile_with_its_name(module, mode):
+        assert mode == ("reduce-overhead" if what == "graphs" else None)
         compiled.append(type(module).__name__)
         of_torch(module, backend="eager")
 
