@@ -47,6 +47,18 @@ def check_constants(**arguments) -> None:
             refuse(name, "a tensor that needs a gradient", f"constants: pass {name}.detach(), or use plain torch")
 
 
+def plain_numbers(tensors: Sequence[str], **arguments) -> list:
+    """Return options as Python's numbers, or as tensors where `tensors` names them."""
+    check_constants(**arguments)
+    for name, value in arguments.items():
+        if torch.is_tensor(value) and name not in tensors and value.numel() == 1:
+            check(value.device.type == "cpu", name, value, "a number")
+            arguments[name] = value.item()
+        elif isinstance(value, numbers.Real) and type(value) not in NUMBERS:
+            arguments[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
+    return list(arguments.values())
+
+
 def check_columns(argument: str, parameter: torch.Tensor | None, x: torch.Tensor) -> None:
     """Refuse a parameter without a value for each column of `x`, on its device."""
     if parameter is not None and (parameter.shape != x.shape[-1:] or parameter.device != x.device):

@@ -1,8 +1,10 @@
 """Pass values of wrong types: the error names argument, value and allowed types."""
 
 import inspect
+from fractions import Fraction
 from typing import get_args
 
+import numpy
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from liger_hw import use_backend
 from liger_hw._triton import AVAILABLE
 from liger_hw.checks import KINDS, names_arguments
 from liger_hw.dispatch import OPS
-from liger_lab.cases import DIFFERENTIABLE, small_cases
+from liger_lab.cases import CASES, DIFFERENTIABLE, small_cases
 
 TEXT, NUMBERS = "text", [1.0, 2.0]
 
@@ -82,6 +84,42 @@ def test_no_gradient_is_lost():
 
 
 @pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
+def options_of_ops():
+    """Yield each op that has a case, tensors of the case, and all its numbers by name."""
+    for name in CASES:
+        tensors, options = next(iter(small_cases(name, OPS[name].dtypes[0])))
+        named = list(inspect.signature(OPS[name].reference).parameters.values())[len(tensors) :]
+        numbers = {p.name: p.default for p in named} | options
+        numbers = {name: n for name, n in numbers.items() if type(n) in (int, float)}
+        yield pytest.param(name, tensors, options, numbers, id=name)
+
+
+def other_types(number):
+    """Return a number as those of numpy, as a tensor, and as a fraction."""
+    types = [numpy.int64, numpy.int32] if type(number) is int else [numpy.float64, numpy.float32, Fraction]
+    return [kind(number) for kind in types] + [torch.tensor(number, dtype=torch.float64 if types[2:] else torch.int64)]
+
+
+@pytest.mark.parametrize("name, tensors, options, numbers", list(options_of_ops()))
+def test_numbers_of_other_types_reach_an_implementation_as_pythons(name, tensors, options, numbers):
+    """Triton takes none of them; a tensor, as beta of jsd, is equal to 0 and yet no key 0 of a dict."""
+    received = []
+
+    def implementation(*args, **kwargs):
+        received.append(OPS[name].arguments(*args, **kwargs))
+
+    checked = OPS[name].register.__self__._checked(implementation)
+    for option, number in numbers.items():
+        for value in other_types(number):
+            checked(*tensors, **options | {option: value})
+            assert type(getattr(received.pop(), option)) in (int, float), (option, type(value))
+
+
+def test_a_number_in_the_memory_of_another_device_is_refused():
+    with pytest.raises(ValueError, match="eps: got .* on meta, allowed: a number"):
+        liger_hw.rms_norm(torch.ones(2, 8), torch.ones(8), torch.ones((), device="meta"))
+
+
 def test_complex_arguments_are_named():
     x, weight = torch.randn(2, 8), torch.ones(8, dtype=torch.complex64)
     with use_backend("triton"), pytest.raises(ValueError, match="^weight: got torch.complex64 .*, allowed: real"):

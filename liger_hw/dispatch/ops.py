@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 from liger_hw import backends
 from liger_hw._torch import constant_result, is_dtensor
 from liger_hw._triton import AVAILABLE
-from liger_hw.checks import KERNEL_DTYPES, NUMBERS, check_constants, explain, refuse_dtype
+from liger_hw.checks import KERNEL_DTYPES, NUMBERS, explain, plain_numbers, refuse_dtype
 from liger_hw.dispatch.generated import arguments_by_name, define
 from liger_hw.sharding import by_shards
 from liger_hw.spelling import check_known
@@ -183,21 +183,24 @@ class Op:
 
     def _checked(self, implementation, bound=False):
         """Return `implementation` as a function of the op's signature that checks its arguments."""
-        numbers = [name for name, p in self._parameters.items() if float in (p.annotation, *get_args(p.annotation))]
+        kinds = {name: {p.annotation, *get_args(p.annotation)} for name, p in self._parameters.items()}
+        numbers = [name for name in kinds if kinds[name] & {float, int}]
         if self._validate is None and not bound and not numbers:
             return implementation
         names = ", ".join(self._parameters)
         checks = self._validate and f"validate({arguments_by_name(self._validate, self._parameters)})"
         known = " and ".join(f"type({name}) in NUMBERS" for name in numbers) or None
+        plain = f"{', '.join(numbers)}, = plain_numbers(TENSORS, {', '.join(f'{name}={name}' for name in numbers)})"
         source = f"""
             def {self.name}({names}):
+                if not ({known or True}):
+                    {plain if numbers else None}
                 {checks}
-                {known} or check_constants({", ".join(f"{name}={name}" for name in numbers)})
                 return implementation({f"arguments({names})" if bound else names})
         """
         functions = define(
             self.name, source, validate=self._validate, implementation=implementation, arguments=self.arguments,
-            NUMBERS=NUMBERS, check_constants=check_constants,
+            NUMBERS=NUMBERS, plain_numbers=plain_numbers, TENSORS=[n for n in numbers if torch.Tensor in kinds[n]],
         )  # fmt: skip
         checked = functools.update_wrapper(functions[self.name], implementation)
         checked.__defaults__ = self.reference.__defaults__
