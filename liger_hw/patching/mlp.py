@@ -57,11 +57,15 @@ class MLPMatch(Match):
                 return compute(self, names, args[0], clamped, options)
             gate, up = _gate_and_up(self, names, args[0])
             producers = [getattr(self, name) for name in producer_names]
-            if dropout_name and _drops(self, dropout_name):
-                y = unit(gate, up, activation, in_place=return_new_memory(producers))
-                y = down(_dropped(self, dropout_name, y))
-            else:
-                y = project_down(down, gate, up, activation, producers)
+            try:
+                if dropout_name and _drops(self, dropout_name):
+                    y = unit(gate, up, activation, in_place=return_new_memory(producers))
+                    y = down(_dropped(self, dropout_name, y))
+                else:
+                    y = project_down(down, gate, up, activation, producers)
+            except ValueError:  # projections that a program set later, whose results torch expands or refuses
+                y = activate.reference(gate, activation)
+                y = down(_dropped(self, dropout_name, y if up is None else y * up))
             return _after_down(self, names, y)
 
         return {"forward": forward}
