@@ -22,7 +22,15 @@ from liger_hw.patching.flags import LOSSES, check_flags, flag_of
 from liger_hw.patching.projection import is_projection
 from liger_hw.patching.recognition import Memory, reason_for_leaving, recognise
 from liger_hw.patching.summary import Summary
-from liger_hw.patching.swapping import is_changed_since, is_swapped, original_class, reason_against, restore, swap
+from liger_hw.patching.swapping import (
+    is_changed_since,
+    is_swapped,
+    original_class,
+    reason_against,
+    reason_against_metaclass,
+    restore,
+    swap,
+)
 
 logger = logging.getLogger("liger_hw")
 
@@ -151,6 +159,11 @@ def _matches_of(module, flags, memory):
     """
     if is_changed_since(module):
         return [], CHANGED_SINCE
+    for part in (module, *module.children()):
+        if reason := reason_against_metaclass(type(part)):
+            return [], reason
+        if any(map(torch.nn.parameter.is_lazy, part._parameters.values())):
+            return [], "has parameters without a shape: call the model once, then patch it"
     if type(module).__module__.startswith("liger_hw."):
         return [], None
     if "forward" in vars(module):

@@ -71,7 +71,7 @@ def _recognise(module, memory):
         return Recognition(*lora)
     try:
         result = remember(memory.matches, _facts(module, memory), lambda: _first_match(module, memory))
-    except (Incomparable, TypeError):  # an attribute that cannot be compared, or not be hashed
+    except (Incomparable, TypeError, RuntimeError):  # an attribute without comparison or hash; a lazy parameter
         result = _first_match(module, memory)
     match = result.match
     if match is not None and match.kind == "experts" and not calls_gate(module):

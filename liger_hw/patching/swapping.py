@@ -5,6 +5,7 @@ computes with the copy's weights; a closure set as its `forward` would compute w
 """
 
 import abc
+import copyreg
 import functools
 import logging
 import types
@@ -16,7 +17,7 @@ from liger_hw._torch import init_abc
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.reading import all_code, instructions_of
 from liger_hw.patching.rebinding import innermost
-from liger_hw.patching.values import TRUSTED
+from liger_hw.patching.values import TRUSTED, is_known, package
 
 logger = logging.getLogger("liger_hw")
 ARMED = "liger_armed_"  # how names of instance attributes of patched classes begin
@@ -100,12 +101,23 @@ DIFFERS_IN_SUBCLASS = {"__dict__", "__mro__", "__bases__", "__base__", "__subcla
 
 def reason_against(cls):
     """Return why instances of `cls` cannot have a subclass, or None."""
+    if reason := reason_against_metaclass(cls):
+        return reason
     for base in cls.__mro__:
-        if base.__module__.partition(".")[0] not in (*TRUSTED, "peft", "builtins"):
+        if package(base) not in (*TRUSTED, "peft", "builtins"):
             for name, method in vars(base).items():
                 code = getattr(innermost(getattr(method, "__func__", method)), "__code__", None)
                 if code and name != "__init__" and _tells_a_subclass(code, isinstance(method, classmethod)):
                     return f"its {name}() does more with the instance's class than read an attribute of it"
+    return None
+
+
+def reason_against_metaclass(cls):
+    """Return why tables of classes and pins would not see what `cls` is, or None."""
+    for base in type(cls).__mro__:
+        if not is_known(base):
+            names = {"__eq__", "__hash__", "__getattr__", "__getattribute__"} & vars(base).keys()
+            return f"the class of its class defines {min(names)}()" if names else None
     return None
 
 
@@ -162,6 +174,8 @@ def _reduce(self, protocol):
     original = cls.liger_original
     if not is_swapped(self):
         return super(swapped_base(cls), self).__reduce_ex__(protocol)
+    if registered := copyreg.dispatch_table.get(original):
+        return registered(self)
     if (original.__reduce_ex__, original.__reduce__) != (object.__reduce_ex__, object.__reduce__):
         return original.__reduce_ex__(self, protocol)  # the program's own code makes the copy
     _, _, state, *more = original.__reduce_ex__(self, max(protocol, 2))
