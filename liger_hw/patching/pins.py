@@ -27,9 +27,9 @@ from liger_hw.patching.witnesses import cover
 MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
 COMPARABLE = (
     numbers.Number, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, torch.Size, types.FunctionType,
-    types.BuiltinFunctionType, types.ModuleType,
+    types.BuiltinFunctionType,
 )  # fmt: skip
-NAMED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+NAMED = (types.FunctionType, types.BuiltinFunctionType)
 CONTAINERS = (list, dict, set, collections.deque)
 DEEPEST = 8  # of nested containers, beyond which a value cannot be compared
 HARMLESS_MODES = set()  # classes of modes, besides torch's and this package's, that change no operation
@@ -65,7 +65,11 @@ def fact(value, within=()):
         held = tuple(value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
         held = tuple(value)
-    elif isinstance(value, (torch.Tensor, torch.nn.Module)) or callable(value) or not _is_all_in_vars(value):
+    elif (
+        isinstance(value, (torch.Tensor, torch.nn.Module, types.ModuleType))
+        or callable(value)
+        or not _is_all_in_vars(value)
+    ):
         raise Incomparable
     else:
         held = *vars(value).items(), *_class_attributes(type(value))
@@ -139,8 +143,13 @@ def attribute_pins(module, code, exempt=(), children=()):
         paths = [chain for chain in code.chains if chain[0] == name]
         if is_plain(value) and not isinstance(value, (*NAMED, enum.Enum)) or not paths:
             paths = [(name,)]
-        for path in paths:
-            pins.append(_attribute_pin(module, path, children))
+        pins += [_attribute_pin(module, path, children) for path in paths]
+    for table in ("_parameters", "_modules"):  # None, in whose place a program may set a bias or a dropout later
+        absent = [name for name, value in getattr(module, table).items() if value is None and name in code.names]
+        pins += [AttributePin(children, (table, f"get({n!r})"), None, True) for n in absent if n not in exempt]
+    for function in (function for pin in pins for function in functions_in(pin.value)):
+        if vars(function).keys() & code.attributes:
+            raise Incomparable(f"reads an attribute of the function {function.__name__}")
     for head, *rest in code.chains:
         if rest and head in module._modules and not _reads_a_tensor(module._modules[head], rest):
             raise Incomparable(f"reads {'.'.join((head, *rest))}")
@@ -341,7 +350,7 @@ def _described(value):
         return f"{value.__module__}.{value.__qualname__} {_described_code(value.__code__)}"
     if isinstance(value, property):
         return f"property {_described(value.fget)}"
-    if isinstance(value, COMPARABLE) and not isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
+    if isinstance(value, COMPARABLE) and not isinstance(value, (type, types.BuiltinFunctionType)):
         return repr(value)
     return f"{type(value).__name__} {getattr(value, '__name__', '')}"
 

@@ -39,7 +39,7 @@ GLOBAL_STATE = {  # functions of torch whose result a program may change between
     "get_world_size", "is_grad_enabled", "is_autocast_enabled", "get_autocast_dtype", "is_compiling",
     "enable_grad", "set_grad_enabled", "inference_mode",  # under which a result needs a gradient, or is no inference's
 }  # fmt: skip
-STATE_PREFIXES = "is_", "are_", "get_"
+STATE_PREFIXES = "is_", "are_", "get_", "set_", "use_", "manual_seed", "seed"
 TENSOR_FACTS = {"is_tensor", "is_floating_point", "is_complex"}  # functions that tell of their argument alone
 READS_UNSEEN = {  # attributes by which code reads others without their names
     *(name for name in vars(torch.nn.Module()) if name.startswith("_")),  # its parameters, children, hooks
@@ -55,6 +55,7 @@ UNUSED = {  # special methods that no operator or function of Python calls while
 }  # fmt: skip
 PURE = {"get", "keys", "values", "items", "index", "count", "copy"}  # methods of containers that change nothing
 CONTEXTS = torch.no_grad.__base__.__module__, torch.autocast.__module__  # modules whose decorators set a state of torch
+TELLS = {"COMPARE_OP", "CONTAINS_OP", "FORMAT_VALUE", "FORMAT_SIMPLE"}  # instructions that tell one value from others
 SKIPPED = {"EXTENDED_ARG", "CACHE", "PUSH_NULL"}  # instructions that read no name
 STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL": "global", "DELETE_GLOBAL": "global"}
 MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module))
@@ -237,6 +238,15 @@ def _read_functions(code, cls=None, methods=()):
             if isinstance(value, types.FunctionType):
                 code.pins.append(Pin(torch.Tensor, name, value))
                 code.waiting += _functions_to_read(value)
+    for function in code.functions:  # also by another name, such as a parameter
+        for name in vars(function).keys() & code.attributes:
+            code.refuse(f"reads the attribute {name!r} of the function {function.__name__}")
+    if (
+        "device" in code.attributes
+        and not code.names.isdisjoint(("type", "index", "str"))
+        and not code.without_autocast
+    ):
+        code.refuse("reads the type of a device")
     attributes_read.update(code.attributes)
     for name, *attributes in code.chains if cls else ():
         if attributes and isinstance(inspect.getattr_static(cls, name, None), (types.FunctionType, staticmethod)):
@@ -344,11 +354,10 @@ def _read_instructions(instructions, scope, code):
     strings = itertools.chain(instructions.co_consts, *(c for c in instructions.co_consts if isinstance(c, tuple)))
     code.names.update(c for c in strings if isinstance(c, str) and c.isidentifier())
     code.constants.update(c for c in instructions.co_consts if type(c) in (int, float))
-    kind, chain = None, []
-    attribute = None
+    kind, chain, holds_a_device = None, [], False
     listed = [*instructions_of(instructions), None]
     for place, (instruction, before, after) in enumerate(zip(listed, [None, *listed], [*listed[1:], None])):
-        name, previous, attribute = instruction and instruction.opname, attribute, None
+        name = instruction and instruction.opname
         if name in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM") or name and name.startswith("LOAD_SUPER_"):
             attribute = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
             code.attributes.add(attribute)
@@ -358,8 +367,7 @@ def _read_instructions(instructions, scope, code):
             if attribute in READS_UNSEEN:
                 code.refuse(f"reads {attribute}")
             code.refuse_state(attribute)
-            if attribute in ("type", "index") and previous == "device" and not code.without_autocast:
-                code.refuse("reads the type of a device")
+            holds_a_device |= attribute == "device"
             chain.append(attribute)
             continue
         if kind == "self":
@@ -370,6 +378,9 @@ def _read_instructions(instructions, scope, code):
         kind, chain = None, []
         if name is None:
             break
+        if holds_a_device and name in TELLS:
+            code.refuse("reads the type of a device")
+        holds_a_device &= not name.startswith(("STORE", "POP"))  # until the end of the statement
         argument = instruction.argval
         if name in ("LOAD_GLOBAL", "LOAD_NAME"):
             kind, chain = "global", [argument]
@@ -392,7 +403,9 @@ def _read_instructions(instructions, scope, code):
             code.refuse("writes to an entry of a tensor or container")
         elif name == "PUSH_EXC_INFO" and after.opname != "WITH_EXCEPT_START":
             code.refuse("catches exceptions")  # which rows of another size may raise
-        elif name == "IMPORT_NAME" and argument.partition(".")[0] not in values.KNOWN_PACKAGES:
+        elif name.startswith("LOAD_FAST") and argument == "torch":
+            kind, chain = "import", [argument]
+        elif name == "IMPORT_NAME" and (argument, after.argval) != ("torch", "torch"):
             code.refuse(f"imports {argument}")
 
 
@@ -430,7 +443,7 @@ def _read_lookups(instructions, scope, code):
 def _read_chain(kind, chain, scope, takes_an_entry, code):
     """Pin the value of a global name or a cell, and of its attributes."""
     name, *attributes = chain
-    namespace = scope.namespace
+    namespace = sys.modules if kind == "import" else scope.namespace
     if kind == "cell":
         value = values.content(scope.cells[name])
         pin = Pin(scope.cells[name], "cell_contents", value)
@@ -440,7 +453,7 @@ def _read_chain(kind, chain, scope, takes_an_entry, code):
     elif hasattr(builtins, name):
         if name in UNREADABLE:
             code.refuse(f"calls {name}()")
-        code.names.update({"super"} & {name})
+        code.names.update({"super", "str"} & {name})
         code.pins += [Pin(namespace, name, values.MISSING), Pin(vars(builtins), name, getattr(builtins, name))]
         return
     else:
@@ -449,15 +462,11 @@ def _read_chain(kind, chain, scope, takes_an_entry, code):
     code.pins.append(pin)
     if isinstance(value, dict) and (attributes or not takes_an_entry):
         code.refuse(f"reads the global {name!r}, whose contents may change")
-    if isinstance(value, types.ModuleType) and not attributes:
-        code.refuse(f"gives the module {name!r} another name")
     if isinstance(value, logging.Logger) and attributes:
         code.refuse(f"calls {name}.{attributes[0]}()")
     for attribute in attributes:
-        is_function = isinstance(value, types.FunctionType)
-        if not isinstance(value, (types.ModuleType, type)) and not (is_function and values.is_known(value)):
-            if is_function:
-                code.refuse(f"reads the attribute {attribute!r} of the function {value.__name__}")
+        is_known_function = isinstance(value, types.FunctionType) and values.is_known(value)
+        if not isinstance(value, (types.ModuleType, type)) and not is_known_function:
             break
         if attribute in ("__class__", "__name__", "__module__", "__qualname__"):
             return
@@ -466,6 +475,8 @@ def _read_chain(kind, chain, scope, takes_an_entry, code):
         if value is values.MISSING or isinstance(value, types.MethodType) and not values.is_known(value.__func__):
             break
         pin = Pin(owner, attribute, value)
+        if isinstance(value, types.ModuleType) and not values.is_known_module(owner):
+            code.pins.append(pin)
     else:
         if len(attributes) and not isinstance(pin.value, (types.ModuleType, torch.dtype, types.MethodType)):
             code.pins.append(pin)
@@ -486,8 +497,12 @@ def _read_value(value, name, code):
         code.refuse(f"calls {name}, a method of an object whose contents may change")
     if isinstance(value, types.FunctionType):
         _read_called(value, name, code)
-    elif isinstance(value, types.ModuleType) or value is values.MISSING:
+    elif isinstance(value, types.ModuleType):
+        code.refuse(f"gives the module {name!r} another name")
+    elif value is values.MISSING:
         pass
+    elif isinstance(value, OPERATIONS) and not str(value).startswith("aten."):
+        code.refuse(f"calls the operation {value}, which torch does not define")
     elif isinstance(value, type):
         code.sets_autocast |= issubclass(value, torch.autocast)
         if issubclass(value, torch.autograd.Function) and not values.is_known(value):

@@ -15,6 +15,7 @@ GENERATED = {  # members of a class by which it does not compute when code reads
     "__init__", "__post_init__", "__repr__", "__str__", "__new__", "__slotnames__", "__getstate__", "__setstate__",
 }  # fmt: skip
 TRUSTED = ("torch", "transformers", "numpy", "liger_hw")  # packages whose properties of configurations change nothing
+HEAP_TYPE = 1 << 9  # flag of classes that code defines, unlike most of Python's: Py_TPFLAGS_HEAPTYPE
 DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 PLAIN_CLASSES = (int, float, bool, str, bytes, complex, tuple, type(None), types.FunctionType, types.ModuleType)
 ENUM_ATTRIBUTES = {"_value_", "_name_", "__objclass__", "_sort_order_", "_hashable_values_"}
@@ -134,10 +135,12 @@ def is_known_module(value):
 def package(value):
     name = getattr(value, "__module__", None)
     if isinstance(value, types.FunctionType):  # functools.wraps copies `__module__` to other functions
-        name = value.__globals__.get("__name__")
+        name = value.__globals__.get("__name__", "")  # code that ran by exec may have none
     if name is None:
         owner = getattr(value, "__self__", None) or getattr(value, "__objclass__", None)
         name = owner.__name__ if isinstance(owner, (types.ModuleType, type)) else "builtins"
+    if name == "builtins" and isinstance(value, type) and value.__flags__ & HEAP_TYPE:
+        name = ""  # a class of code that ran by exec
     return str(name).partition(".")[0]
 
 

@@ -2,6 +2,7 @@
 
 import builtins
 import copy
+import copyreg
 import enum
 import functools
 import inspect
@@ -45,6 +46,13 @@ class Held:
         return other * SCALE
 
 
+EXECUTED = {"F": F, "scale": 1}  # globals without a name
+exec("def act(x): return F.silu(x) * scale", EXECUTED)
+folder = types.ModuleType("folder")
+folder.file, folder.other = (types.ModuleType(f"folder.{name}") for name in ("file", "other"))
+folder.file.act, folder.other.act = (lambda x: F.silu(x)), (lambda x: F.relu(x))
+
+
 class Kind(enum.StrEnum):
     ONE = "one"
 
@@ -71,10 +79,10 @@ def scale_of(x):
 class MLP(nn.Module):
     function = property(operator.attrgetter("_scale"))
 
-    def __init__(self):
+    def __init__(self, act=None):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
-        self.act_fn = nn.SiLU()
+        self.act_fn = act or nn.SiLU()
         self.held, self.kind, self.number, self.entries = Held(), Kind.ONE, Number(1), Entries()
         self.seen, self.cls, self._scale, self.look_up = {1}, Held, 1, TABLE.get
         self.bound = Held().scale
@@ -302,6 +310,8 @@ def test_a_model_that_counts_its_calls_in_its_class_is_left():
 REPLACED = {  # what a program replaces or adds after `patch`
     "global of a method named as torch's": (with_factor("self.half()"), globals(), "SCALE", 2),
     "global of a function in a tuple": (with_factor("SCALES[0]()"), globals(), "SCALE", 2),
+    "global of a function that exec made": (MLP(EXECUTED["act"]), EXECUTED, "scale", 2),
+    "file of a folder": (MLP(lambda x: folder.file.act(x)), folder, "file", folder.other),
     "builtin": (with_factor("max(1, 0)"), vars(builtins), "max", lambda *args: 2),
     "name that hides a builtin": (with_factor("max(1, 0)"), globals(), "max", lambda *args: 2),
     "property in the place of a child": (MLP(), MLP, "act_fn", property(lambda self: F.relu)),
@@ -329,6 +339,96 @@ def test_what_a_program_replaces_or_adds_counts(replaced, monkeypatch):
             context.setattr(owner, name, value, raising=False)
         after = plain(ROWS)
         assert torch.equal(patched(ROWS), after) and not torch.equal(after, before)
+
+
+class Optional(Norm):
+    def __init__(self):
+        super().__init__()
+        self.register_parameter("bias", None)
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.bias is None else y + self.bias
+
+
+class OptionalOfMLP(MLP):
+    def __init__(self):
+        super().__init__()
+        self.register_module("first", None)
+
+    def forward(self, x):
+        return super().forward(x if self.first is None else self.first(x))
+
+
+SET = {  # what a program sets in the place of None
+    "parameter": (Optional(), "bias", nn.Parameter(ROWS[0, 0])),
+    "weight": (nn.RMSNorm(32, 1e-6, elementwise_affine=False), "weight", nn.Parameter(ROWS[0, 0])),
+    "child": (OptionalOfMLP(), "first", nn.Tanh()),
+}
+
+
+@pytest.mark.parametrize("place", SET)
+def test_what_a_program_sets_in_the_place_of_none_counts(place):
+    module, name, value = SET[place]
+    plain, patched = pair(module)
+    for part in (plain, patched):
+        setattr(part, name, value)
+    assert torch.equal(patched(ROWS), plain(ROWS))
+
+
+class Wide(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).double()
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
+@pytest.mark.parametrize("projection", [nn.Linear(32, 1), nn.Linear(32, 48), Wide(32, 48)], ids=["one", "48", "fp64"])
+def test_results_of_projections_that_torch_expands(name, projection):
+    plain, patched = pair(MLP())
+    for module in (plain, patched):
+        setattr(module, name, projection)
+    if isinstance(projection, Wide):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            patched(ROWS)
+    else:
+        assert torch.equal(patched(ROWS), plain(ROWS))
+
+
+class Described(type):
+    def __getattr__(cls, name):
+        return getattr(torch, name)
+
+
+class Equal(type):
+    def __eq__(cls, other):
+        return cls.__name__ == other.__name__
+
+    __hash__ = type.__hash__
+
+
+class Unhashable(Equal):
+    def __eq__(cls, other):
+        return cls is other
+
+
+@pytest.mark.parametrize("metaclass, name", [(Described, "__getattr__"), (Equal, "__eq__"), (Unhashable, "__eq__")])
+def test_a_class_whose_class_tells_attributes_or_equal_classes_is_left(metaclass, name):
+    module = metaclass("OtherNorm", (Norm,), {})()
+    assert str(liger_hw.patch(nn.Sequential(module, MLP())).left).count(f"the class of its class defines {name}()") == 2
+
+
+class Lazy(MLP):
+    def __init__(self):
+        super().__init__()
+        self.up_proj = nn.LazyLinear(48)
+
+
+def test_a_module_with_lazy_parameters_is_left_until_they_have_a_shape():
+    model = nn.Sequential(Lazy(), Norm())
+    assert "call the model once, then patch it" in str(liger_hw.patch(model))
+    model(ROWS)
+    assert type(model[1]) is not Norm and type(model[0]) is Lazy
+    assert liger_hw.patch(model).replaced.total() == 2
 
 
 def test_kernels_that_a_program_registers_for_torchs_operations_count():
@@ -460,6 +560,17 @@ def test_a_class_with_a_reduce_of_its_own_is_copied_as_it_says():
     plain, patched = pair(Reduced())
     for copied in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
         assert torch.equal(copied(ROWS), plain(ROWS))
+
+
+class Registered(Norm):
+    pass
+
+
+def test_a_class_whose_reduce_is_registered_is_copied_as_it_says(monkeypatch):
+    _, patched = pair(Registered())
+    monkeypatch.setitem(copyreg.dispatch_table, Registered, lambda module: (nn.LayerNorm, (7,)))
+    for copied in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
+        assert type(copied) is nn.LayerNorm
 
 
 class InC(nn.Module):
