@@ -15,7 +15,9 @@ TOLD = {  # what code may learn of a tensor beside results that are tensors
     "shape", "size", "numel", "nelement", "ndim", "dim", "ndimension", "dtype", "device", "is_floating_point",
     "is_complex", "element_size", "itemsize",
 }  # fmt: skip
-STATE = {"requires_grad_", "grad", "_base", "retain_grad"}  # may give a tensor, and tell of the program
+STATE = {  # may give a tensor, and tell of the program, or hide from autograd
+    "requires_grad_", "grad", "_base", "retain_grad", "detach", "detach_", "data",
+}  # fmt: skip
 SHAPING = {  # functions that take sizes and positions
     "view", "reshape", "expand", "repeat", "unflatten", "split", "narrow", "broadcast_to", "zeros", "ones", "empty",
     "new_zeros", "new_ones", "new_empty", "__getitem__",

@@ -11,6 +11,7 @@ for one token or for fp16, `nan_to_num`. Two witnesses show that it does not:
 """
 
 import functools
+import itertools
 import math
 import sys
 from collections import Counter
@@ -190,13 +191,16 @@ class Proof:
                 if names != first:
                     differing = next(iter((names - first) + (first - names)))
                     return f"computes {differing} for some dtypes or numbers of tokens only"
-        args = self.case(torch.float32, self.shapes[0])
-        lengths = Lengths(args[0].ndim - 1, self.width_is_given)
-        try:
-            probing.run(lambda: self.original(training, *args), lengths)
-        except Exception:  # a model's own code may raise any exception
-            return lengths.reason or "does not run"
-        return lengths.reason or ("reads the number of its tokens" if lengths.reads else None)
+        for dtype, shape in itertools.product(DTYPES, (self.shapes[0], *self.other_shapes)):
+            args = self.case(dtype, shape)
+            lengths = Lengths(args[0].ndim - 1, self.width_is_given)
+            call = functools.partial(self.original, training, *args)
+            runs = probing.outputs(functools.partial(probing.run, call, lengths), [()])
+            if lengths.reason or lengths.reads:
+                return lengths.reason or "reads the number of its tokens"
+            if runs is None and shape == self.shapes[0]:
+                return "does not run"
+        return None
 
     def _rows(self, dtype, constants):
         """Yield (description, arguments) of rows of every size and with special values."""

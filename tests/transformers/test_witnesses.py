@@ -173,8 +173,17 @@ def scaled(x, by=[1.0]):  # noqa: B006
     return x * by[0]
 
 
-scaled.flag = ONE = torch.tensor(1.0)
+def flagged(x):
+    return x
+
+
+flagged.flag = ONE = torch.tensor(1.0)
 FACTORS = (1.0,) * 16 + (0.5,) * 16
+
+
+library = torch.library.Library("liger_test", "DEF")  # of an operation that has the name of torch's
+library.define("mul(Tensor x, Tensor y) -> Tensor")
+library.impl("mul", torch.mul, "CompositeImplicitAutograd")
 
 
 class Factors:
@@ -198,11 +207,19 @@ STATE = {  # an expression in a forward -> words of the reason
     "1.0 if x.stride(-1) == 1 else 0.5": "reads stride of a tensor",
     "0.5 if x.nbytes > 1e9 else 1.0": "reads nbytes of a tensor",
     "0.5 if x.device.type == 'cuda' else 1.0": "reads the type of a device",
+    "(lambda d: 0.5 if d.type == 'cuda' else 1.0)(x.device)": "reads the type of a device",
+    "0.5 if 'cuda' in str(x.device) else 1.0": "reads the type of a device",
+    "0.5 if x.device == torch.device('cuda') else 1.0": "reads the type of a device",
+    "0.5 if x.device in (torch.device('cuda'),) else 1.0": "reads the type of a device",
     "0.5 if torch.is_inference_mode_enabled() else 1.0": "calls is_inference_mode_enabled()",
     "0.5 if torch.is_autocast_enabled('cpu') else 1.0": "calls is_autocast_enabled()",
     "0.5 if torch.backends.cudnn.benchmark else 1.0": "calls backends()",
     "scaled(1.0)": "has a default argument in scaled() whose contents may change",
-    "scaled.flag": "reads the attribute 'flag' of the function scaled",
+    "flagged.flag": "reads the attribute 'flag' of the function flagged",
+    "(lambda f: f.flag)(flagged)": "reads the attribute 'flag' of the function flagged",
+    "torch.manual_seed(0).initial_seed() + 1": "calls manual_seed()",
+    "(lambda f: f.relu(ONE))(torch.nn.functional)": "gives the module 'torch' another name",
+    "torch.ops.liger_test.mul(x, x)": "calls the operation liger_test.mul, which torch does not define",
     "ONE": "reads the global 'ONE', whose contents may change",
     "{(3, 7): 0.5}.get(x.shape[:2], 1.0)": "compares the number of its tokens",
     "{16: 0.5}.get(len(x), 1.0)": "reads __len__ of a tensor",
@@ -275,6 +292,34 @@ class DetachedNorm(Norm):
         return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True).detach() + self.eps)).to(x.dtype)
 
 
+class DetachedInHalf(Norm):
+    def rows(self, x):
+        return x.float().detach() if x.dtype == torch.bfloat16 else x.float()
+
+
+class DetachedInEvaluation(Norm):
+    def rows(self, x):
+        return x.float() if self.training else x.float().detach()
+
+
+class DetachesOneSequence(Norm):
+    def rows(self, x):
+        return x.float().detach() if x.dim() == 2 else x.float()
+
+
+class WritesItsWeight(Norm):
+    def forward(self, x):
+        self.weight.data.copy_(self.weight.data / 2)
+        return super().forward(x)
+
+
+class Imports(MLP):
+    def forward(self, x):
+        from torch.nn.functional import silu
+
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+
+
 class ShiftedNorm(Norm):
     def forward(self, x):
         y = x.float() + 1e-9
@@ -296,7 +341,7 @@ LEFT = {  # class -> words of the reason
     KeepsActivations: "calls append()",
     Masked: "which the op does not",
     SoftCapped: "",
-    Detached: "gradients",
+    Detached: "reads detach of a tensor",
     SkipsHooks: "computes with its projections without a call of them",
     NestedActivation: "its act_fn has children of its own",
     OnGPU: "reads is_cuda of a tensor",
@@ -305,7 +350,12 @@ LEFT = {  # class -> words of the reason
     GuardedNorm: "clamp",
     NoisyNorm: "does not run",
     TensorEps: "a tensor that is no parameter",
-    DetachedNorm: "gradients",
+    DetachedNorm: "reads detach of a tensor",
+    DetachedInHalf: "reads detach of a tensor",
+    DetachedInEvaluation: "reads detach of a tensor",
+    DetachesOneSequence: "reads detach of a tensor",
+    WritesItsWeight: "reads data of a tensor",
+    Imports: "imports torch.nn.functional",
     ShiftedNorm: "rows",
 }
 
