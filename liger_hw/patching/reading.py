@@ -55,7 +55,13 @@ UNUSED = {  # special methods that no operator or function of Python calls while
 }  # fmt: skip
 PURE = {"get", "keys", "values", "items", "index", "count", "copy"}  # methods of containers that change nothing
 CONTEXTS = torch.no_grad.__base__.__module__, torch.autocast.__module__  # modules whose decorators set a state of torch
-TELLS = {"COMPARE_OP", "CONTAINS_OP", "FORMAT_VALUE", "FORMAT_SIMPLE"}  # instructions that tell one value from others
+TELLS = {
+    "COMPARE_OP",
+    "CONTAINS_OP",
+    "FORMAT_VALUE",
+    "FORMAT_SIMPLE",
+    "MATCH_CLASS",
+}  # instructions that tell one value from others
 SKIPPED = {"EXTENDED_ARG", "CACHE", "PUSH_NULL"}  # instructions that read no name
 STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL": "global", "DELETE_GLOBAL": "global"}
 MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module))
@@ -88,6 +94,7 @@ class Code:
         looked_up: those that they read by getattr or hasattr, which may appear later.
         writes_in_place: they contain an operator such as +=, which may write to a container.
         without_autocast: the replacement runs the own forward under autocast, so that the code may read its state.
+        tells_devices: they read an attribute `type` or `index`, or call str().
         sets_autocast: they enter torch.autocast, perhaps with enabled=False.
         reason: why a probe cannot show what the methods compute, or None.
     """
@@ -105,6 +112,7 @@ class Code:
     writes_in_place: bool = False
     without_autocast: bool = False
     sets_autocast: bool = False
+    tells_devices: bool = False
     reason: str | None = None
 
     def include(self, further):
@@ -241,11 +249,7 @@ def _read_functions(code, cls=None, methods=()):
     for function in code.functions:  # also by another name, such as a parameter
         for name in vars(function).keys() & code.attributes:
             code.refuse(f"reads the attribute {name!r} of the function {function.__name__}")
-    if (
-        "device" in code.attributes
-        and not code.names.isdisjoint(("type", "index", "str"))
-        and not code.without_autocast
-    ):
+    if "device" in code.attributes and code.tells_devices and not code.without_autocast:
         code.refuse("reads the type of a device")
     attributes_read.update(code.attributes)
     for name, *attributes in code.chains if cls else ():
@@ -368,6 +372,8 @@ def _read_instructions(instructions, scope, code):
                 code.refuse(f"reads {attribute}")
             code.refuse_state(attribute)
             holds_a_device |= attribute == "device"
+            is_called = name == "LOAD_METHOD" or "NULL" in instruction.argrepr  # x.type(dtype)
+            code.tells_devices |= attribute in ("type", "index") and not is_called
             chain.append(attribute)
             continue
         if kind == "self":
@@ -453,7 +459,8 @@ def _read_chain(kind, chain, scope, takes_an_entry, code):
     elif hasattr(builtins, name):
         if name in UNREADABLE:
             code.refuse(f"calls {name}()")
-        code.names.update({"super", "str"} & {name})
+        code.names.update({"super"} & {name})
+        code.tells_devices |= name == "str"
         code.pins += [Pin(namespace, name, values.MISSING), Pin(vars(builtins), name, getattr(builtins, name))]
         return
     else:
