@@ -19,7 +19,7 @@ class Function(torch.autograd.Function):
 
     Raises:
         RuntimeError: a backward with create_graph=True, whose second-order terms no kernel computes, or with batched
-            gradients; an argument with a tangent of forward-mode AD.
+            gradients; a kept tensor that a program has written to; an argument with a tangent of forward-mode AD.
     """
 
     instead = "run under liger_hw.use_backend('reference')"
@@ -38,6 +38,11 @@ class Function(torch.autograd.Function):
                 try:
                     return backward(ctx, *grads)
                 except Exception as error:  # only now, as the question costs host time
+                    if "has been modified by an inplace operation" in str(error):
+                        raise RuntimeError(
+                            f"a program wrote in place to a tensor that {cls.__name__} keeps for its backward: write "
+                            f"to a copy, or {cls.instead}"
+                        ) from error
                     if not has_batched(grads):
                         raise
                     raise RuntimeError(

@@ -1,11 +1,13 @@
 """Compare a patched model whose ops run as Triton kernels with the plain model."""
 
+import copy
 import importlib
 
 import pytest
 import tiny
 import torch
 from saved import saved_bytes
+from torch.utils.checkpoint import checkpoint
 
 import liger_hw
 from liger_hw.kernels.mlp import _in_place
@@ -133,6 +135,60 @@ def test_a_projection_that_returns_a_parameter(name, backend, device):
         model.model.layers[0].mlp.get_submodule(name).__class__ = Fixed
     with liger_hw.use_backend(backend):
         tiny.assert_learns_alike(plain, patched, **inputs)
+
+
+class MLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.mlp = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16), MLP()
+
+    def forward(self, x):
+        q, k, y = self.q_proj(x), self.k_proj(x), self.mlp(x)
+        q *= 2
+        y += q.add_(k)
+        return y
+
+
+def adapted(module):
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj", "k_proj", "gate_proj", "down_proj"], r=4)
+    return peft.get_peft_model(torch.nn.Sequential(module), options).base_model.model[0]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("build", [Layer, lambda: adapted(Layer())], ids=["plain", "adapted"])
+def test_a_program_writes_to_the_results_of_layers(build, checkpointed, backend, device):
+    plain = build().to(device)
+    patched, results = copy.deepcopy(plain), []
+    assert liger_hw.patch(patched).replaced
+    for module, by in ((plain, "reference"), (patched, backend)):
+        x = torch.ones(2, 3, 16, device=device, requires_grad=True)
+        with liger_hw.use_backend(by):
+            y = checkpoint(module, x, use_reentrant=False) if checkpointed else module(x)
+            y.mul_(2)
+            y.square().sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in module.parameters() if p.grad is not None)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_write_to_what_a_backward_needs_says_what_to_do(backend, device):
+    norm = torch.nn.RMSNorm(16, device=device)
+    liger_hw.patch(norm)
+    x = torch.ones(2, 16, device=device, requires_grad=True) * 1
+    with liger_hw.use_backend(backend):
+        x += norm(x)
+        with pytest.raises(RuntimeError, match="RmsNormFunction keeps for its backward: write to a copy"):
+            x.sum().backward()
 
 
 def test_projections_of_a_model_are_written_over(backend, device, monkeypatch):

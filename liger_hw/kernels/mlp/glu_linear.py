@@ -130,7 +130,8 @@ def _glu_linear(
     """
     if defers:
         return gate.new_empty_strided((*gate.shape[:-1], weight.shape[0]), [0] * gate.ndim)
-    return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
+    out = torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
+    return out if bias is None else out.data  # for autograd no view, to which a program may not write
 
 
 @_glu_linear.backward()
@@ -146,7 +147,7 @@ def _(gate, up, weight, activation, in_place: bool, dout, *, gate_grad, up_grad,
 def _deferred_projection(placeholder: torch.Tensor, tensors: tuple, activation: str):  # autograd tracks no tuple
     """Compute the result of the placeholder of `_glu_linear`, and keep nothing."""
     gate, up, weight, bias = tensors
-    return torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
+    return torch.nn.functional.linear(glu(gate, up, activation), weight, bias).data
 
 
 @_deferred_projection.backward()

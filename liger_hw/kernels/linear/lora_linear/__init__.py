@@ -163,7 +163,7 @@ def _frozen_linear(x: torch.Tensor, weight: torch.Tensor, state: tuple, bias: to
     weight = _whole(weight, state)
     is_late = bias is not None and bias.dtype != weight.dtype  # fp32, perhaps that of x
     y = torch.nn.functional.linear(x.to(weight.dtype), weight, None if is_late else bias).to(x.dtype)
-    return y.add_(bias) if is_late else y
+    return (y.add_(bias) if is_late else y).data
 
 
 @_frozen_linear.backward()
@@ -185,7 +185,7 @@ def _lora_linear(
     rows = x.reshape(-1, x.shape[-1])
     matrix = _whole(weight, state).t()
     y, u = adapted_product(rows, _seen(rows, mask), matrix, bias, lora_a.t(), lora_b.t(), scaling, None)
-    y = y.view(*x.shape[:-1], lora_b.shape[0])
+    y = y.view(*x.shape[:-1], lora_b.shape[0]).data  # for autograd no view, to which a program may not write
     return (y, u, weight, lora_a) if needs_dx else (y, u, None, None)  # a program may write to what no backward reads
 
 
@@ -296,7 +296,7 @@ class _LoraLinearGroup(Function):
         results = []
         for weight, state, bias, u, lora_b in zip(weights, states, biases, projected, factors_b):
             y = add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t())
-            results.append(y.view(*leading, y.shape[1]))
+            results.append(y.view(*leading, y.shape[1]).data)  # as in `_lora_linear`
         return tuple(results)
 
     @staticmethod
@@ -404,7 +404,7 @@ def _lora_glu_linear(
     if defers:
         return gate.new_empty_strided(shape, [0] * gate.ndim), y, adapter_project(rows, lora_a.t(), scaling)
     out, u = adapted_product(rows, rows, _whole(weight, state).t(), bias, lora_a.t(), lora_b.t(), scaling, None)
-    return out.view(shape), y, u
+    return out.view(shape).data, y, u
 
 
 @_lora_glu_linear.backward(without_gradient="y u")
@@ -429,7 +429,7 @@ def _deferred_projection(placeholder: torch.Tensor, tensors: tuple):  # autograd
     """Compute the result of the placeholder of `_lora_glu_linear`, and keep nothing."""
     y, u, weight, state, bias, lora_b = tensors
     rows = y.view(-1, y.shape[-1])
-    return add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t()).view(placeholder.shape)
+    return add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t()).view(placeholder.shape).data
 
 
 @_deferred_projection.backward()
