@@ -47,15 +47,21 @@ def check_constants(**arguments) -> None:
             refuse(name, "a tensor that needs a gradient", f"constants: pass {name}.detach(), or use plain torch")
 
 
+def plain_number(value):
+    """Return a number as Python's, because kernels take no others, such as numpy's."""
+    if type(value) in NUMBERS or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
 def plain_numbers(tensors: Sequence[str], **arguments) -> list:
     """Return options as Python's numbers, or as tensors where `tensors` names them."""
     check_constants(**arguments)
     for name, value in arguments.items():
         if torch.is_tensor(value) and name not in tensors and value.numel() == 1:
             check(value.device.type == "cpu", name, value, "a number")
-            arguments[name] = value.item()
-        elif isinstance(value, numbers.Real) and type(value) not in NUMBERS:
-            arguments[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
+            value = value.item()
+        arguments[name] = plain_number(value)
     return list(arguments.values())
 
 
@@ -138,12 +144,13 @@ def explain(error, function, args, kwargs) -> None:
 
 
 def names_arguments(function: F) -> F:
-    """Make `function` raise errors that name arguments of wrong types."""
+    """Make `function` take numbers of any type; its errors name wrong arguments."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         if is_compiling():
             return function(*args, **kwargs)
+        args, kwargs = [*map(plain_number, args)], {name: plain_number(value) for name, value in kwargs.items()}
         try:
             return function(*args, **kwargs)
         except Exception as error:

@@ -10,9 +10,10 @@ import torch
 
 import liger_hw
 from liger_hw import use_backend
-from liger_hw._triton import AVAILABLE
+from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.checks import KINDS, names_arguments
 from liger_hw.dispatch import OPS
+from liger_hw.transformers import functional
 from liger_lab.cases import CASES, DIFFERENTIABLE, small_cases
 
 TEXT, NUMBERS = "text", [1.0, 2.0]
@@ -113,6 +114,30 @@ def test_numbers_of_other_types_reach_an_implementation_as_pythons(name, tensors
         for value in other_types(number):
             checked(*tensors, **options | {option: value})
             assert type(getattr(received.pop(), option)) in (int, float), (option, type(value))
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="kernels need the package triton")
+@pytest.mark.parametrize("function, arguments", list(losses()))
+def test_losses_take_numbers_of_other_types(function, arguments):
+    """A schedule of numpy's gives a beta of fp32, and a config an ignore_index of int64."""
+    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    numbers = {name: n for name, n in (defaults | arguments).items() if type(n) in (int, float)}
+    numpys = {name: (numpy.int64 if type(n) is int else numpy.float32)(n) for name, n in numbers.items()}
+    with use_backend("triton" if interpreting() else None):
+        expected, found = (function(**arguments | n) for n in (numbers, numpys))
+    if isinstance(expected, tuple):
+        expected, found = expected[0], found[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["jsd_beta", "chunk_mem_const"])
+def test_options_of_liger_kernels_functions_keep_their_names(name):
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    with pytest.raises(ValueError, match=f"^{name}: got -1"):
+        if name == "jsd_beta":
+            functional.liger_fused_linear_jsd(x, weight, x, weight, jsd_beta=-1.0)
+        else:
+            functional.liger_fused_linear_cross_entropy(x, weight, torch.tensor([1, 2, 3]), chunk_mem_const=-1)
 
 
 def test_a_number_in_the_memory_of_another_device_is_refused():

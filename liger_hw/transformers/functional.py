@@ -67,6 +67,7 @@ def liger_cross_entropy(
     return output._replace(loss=output.loss.to(input.dtype), z_loss=z_loss)
 
 
+@names_arguments
 def liger_fused_linear_cross_entropy(
     input, weight, target, bias=None, ce_weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0,
     reduction="mean", softcap=None, return_z_loss=False, accum_dtype=None, use_token_scaling=False,
@@ -81,6 +82,7 @@ def liger_fused_linear_cross_entropy(
     Returns:
         the loss in fp32, or a `CrossEntropyOutput` where a `return_*` is True.
     """
+    check_numbers("a positive number", above=0, chunk_mem_const=chunk_mem_const)
     return fused_linear_cross_entropy(
         input, weight, target, bias, ce_weight, ignore_index, label_smoothing, lse_square_scale, softcap,
         reduction=reduction, accum_dtype=accum_dtype, use_token_scaling=use_token_scaling, return_z_loss=return_z_loss,
@@ -160,6 +162,7 @@ def liger_tvd(input, target, shift_labels=None, reduction="mean", ignore_index=-
     return tvd(input, target, reduction, shift_labels, ignore_index)
 
 
+@names_arguments
 def liger_fused_linear_jsd(
     student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, ignore_index=-100,
     temperature=1.0, accum_dtype=None,
@@ -169,6 +172,7 @@ def liger_fused_linear_jsd(
     Returns:
         fp32 scalar, the mean over the rows whose label is not `ignore_index`.
     """
+    check_numbers("0 to 1", least=0, most=1, jsd_beta=jsd_beta)
     return distillation_loss(
         student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
         temperature=temperature, hard_weight=0.0, soft_weight=1.0, ignore_index=ignore_index, accum_dtype=accum_dtype,
