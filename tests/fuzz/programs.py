@@ -21,6 +21,7 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import torch
 from torch.utils.dlpack import from_dlpack
 from transformers.loss import loss_utils
@@ -758,13 +759,45 @@ def monkey_patched(side, choice):
         side.value = side.out.logits.float().mean(-1)
 
 
+def attributed(side, choice):
+    """Gradients of the loss, or of logits of one position, for embeddings or parts of the parameters."""
+    torch.manual_seed(choice)
+    inputs = tiny.tokens(2, 6, seed=choice % 5)
+    if choice % 2:
+        inputs["inputs_embeds"] = side.model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+    side.out = side.model(**inputs, use_cache=False)
+    value = side.out.loss if choice // 2 % 2 else side.out.logits[:, -1].float().square().mean()
+    leaf = inputs["inputs_embeds"] if choice % 2 else next(side.model.parameters())
+    if not value.requires_grad or not leaf.requires_grad:
+        return
+    if choice // 4 % 2:
+        value.backward(inputs=[leaf], retain_graph=True)
+        side.value = leaf.grad
+    else:
+        (side.value,) = torch.autograd.grad(value, leaf, retain_graph=True, allow_unused=True)
+
+
+NUMBERS = numpy.float32, numpy.float64, numpy.int32, torch.tensor
+
+
+def numbers_of_other_types(side, choice):
+    """A step whose divisor and ignored label come from a config or a schedule, as numbers of another type."""
+    kind, inputs = NUMBERS[choice % len(NUMBERS)], tiny.tokens(2, 6, seed=choice % 5)
+    options = {"ignore_index": numpy.int64(-100) if choice // 4 % 2 else torch.tensor(-100)}
+    options["num_items_in_batch"] = kind(7)
+    torch.manual_seed(choice)
+    side.out = side.model(**inputs, **options, use_cache=False)
+    if side.out.loss.requires_grad:
+        side.out.loss.backward()
+
+
 ACTIONS = (
     forward, forward, forward, read, read, write, backward, backward, gradient_of_logits, step, zero_grad, mode, hook,
     logits_hook, unhook, checkpointing, copied, saved, threaded, freeze, change_weights, repatch, own_loss, teacher,
     forward, backward, step, scaled_step, read_under_autocast, threads, backward_elsewhere, pickled, cast,
     clone_of_outputs, around, outer_checkpoint, functional, second_order, generate, evaluate, compiled,
     two_forwards, training_step, training_step, write_value, access, kept_by_hook, monkey_patched, soft_losses,
-    written_before_backward, copied_by_hooks, backward_within,
+    written_before_backward, copied_by_hooks, backward_within, attributed, numbers_of_other_types,
 )  # fmt: skip
 
 
