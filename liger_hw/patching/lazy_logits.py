@@ -348,8 +348,12 @@ class LazyLogits(Deferred):
             derived = _derived(func, args[0], args[1:], kwargs)
             if derived is not None:
                 return derived
-            if func is T.detach and inspect.currentframe().f_back.f_globals.get("__name__") == ZERO3_HOOKS:
+        if func is T.detach:
+            caller = inspect.currentframe().f_back.f_globals.get("__name__")
+            if caller == ZERO3_HOOKS and args[0].cell.values is None:
                 return LazyLogits(args[0].cell)  # within an autograd function that only waits for the backward
+            if caller == torch.nn.Parameter.__module__:
+                raise TypeError(f"torch.nn.Parameter takes no lazy logits: pass logits.detach(), or {ADVICE}")
         if func in WATCHES:
             _torch.tree_map_only(LazyLogits, lambda tensor: tensor.cell.call.keep(func in KEEPS), (args, kwargs))
         return super().__torch_function__(func, types, args, kwargs)

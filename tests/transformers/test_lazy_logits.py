@@ -288,6 +288,16 @@ def test_data_of_another_tensor():
     assert torch.equal(taken, lazy.clone())
 
 
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_parameter_of_them_is_refused_and_one_of_their_values_is_not(read_before):
+    lazy = Pair().lazy
+    if read_before:
+        lazy.sum()
+    with pytest.raises(TypeError, match=r"pass logits.detach\(\)"):
+        torch.nn.Parameter(lazy)
+    assert torch.equal(torch.nn.Parameter(lazy.detach()), lazy)
+
+
 def test_threads_that_read_at_once_share_the_values():
     lazy, addresses = Pair().lazy, []
     threads = [threading.Thread(target=lambda: addresses.append(lazy.data_ptr())) for _ in range(8)]
