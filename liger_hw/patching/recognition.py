@@ -85,6 +85,8 @@ def _recognise(module, memory):
 
 
 def _first_match(module, memory):
+    if is_mlp_like(module) and rotary_functions(type(module)):
+        return Recognition()  # an attention, whose code no probe runs
     if reason := _reason_against_probes(module, memory):
         has_form = [p.ndim for p in direct_parameters(module).values()] == [1] or is_mlp_like(module)
         is_shown = has_form and "attention" not in type(module).__name__.lower() or reason_for_leaving(module)
@@ -102,8 +104,7 @@ def _reason_against_probes(module, memory):
     That is asked of norms, MLPs and activations by their form. It may count its calls, or draw random numbers.
     """
     is_flat = not module._modules and all(p.ndim == 1 for p in direct_parameters(module).values())
-    has_form = is_flat or is_mlp_like(module) and not rotary_functions(type(module))
-    if is_known(type(module)) or not has_form or len(positional_inputs(module)) != 1:
+    if is_known(type(module)) or not (is_flat or is_mlp_like(module)) or len(positional_inputs(module)) != 1:
         return None
     code = memory.code(type(module))
     try:
