@@ -187,26 +187,14 @@ def _is_entry(entry):
     return values.is_constant(entry) and not isinstance(entry, types.ModuleType)
 
 
-def read_globals(function, called=()):
-    """Return the globals that one function names, and why no copy may replace it.
-
-    Args:
-        called: names of globals that the copy has other functions for, which the code may only call.
-    """
+def read_globals(function, called):
+    """Return the `Code` of the globals `called` of one function, and why no copy may call others in their place."""
     code, namespace = Code(pins=_function_pins(function)), function.__globals__
-    for instructions in all_code(function.__code__):
-        for instruction in instructions_of(instructions):
-            name, argument = instruction.opname, instruction.argval
-            if name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                code.refuse(f"writes the global {argument!r}")
-            elif name == "LOAD_GLOBAL" and argument == "__name__":
-                code.refuse("reads __name__")
-            elif name == "LOAD_GLOBAL" and argument in called and "NULL" not in instruction.argrepr:
-                code.refuse(f"does more with {argument} than call it")
-            elif name == "LOAD_GLOBAL" and argument in ("globals", "eval", "exec"):
-                code.refuse(f"calls {argument}()")
-            elif name in ("LOAD_GLOBAL", "LOAD_NAME"):
-                code.pins.append(Pin(namespace, argument, namespace.get(argument, values.MISSING)))
+    code.pins += [Pin(namespace, name, namespace[name]) for name in called if name in function.__code__.co_names]
+    for instruction in instructions_of(function.__code__):
+        is_call = instruction.opname == "LOAD_GLOBAL" and "NULL" in instruction.argrepr
+        if instruction.opcode in dis.hasname and instruction.argval in called and not is_call:
+            code.refuse(f"does more with {instruction.argval} than call it")
     return code
 
 

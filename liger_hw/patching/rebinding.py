@@ -1,5 +1,6 @@
 """Copy functions and replace some of their global names."""
 
+import itertools
 import types
 
 from liger_hw.patching.values import content
@@ -25,20 +26,29 @@ def innermost(function):
 
 
 def with_globals(function, replaced):
-    """Copy `function` and its decorators, with `replaced` (name -> object) among the innermost globals."""
+    """Copy `function` and its decorators; the innermost calls the functions of `replaced` by its globals' names.
+
+    The copy reads the same dictionary of globals, so that it sees all changes in a call, and so do functions that it
+    makes. The dictionary holds the new functions by names of their own.
+    """
     wrapped = getattr(function, "__wrapped__", None)
-    namespace, closure, more = function.__globals__, function.__closure__, {}
+    code, closure, more = function.__code__, function.__closure__, {}
     if isinstance(wrapped, types.FunctionType):
         inner = with_globals(wrapped, replaced)
         closure = tuple(types.CellType(inner) if content(cell) is wrapped else cell for cell in closure or ())
         more = {"__wrapped__": inner}
     else:
-        namespace = {**namespace, **replaced}
-        # with a __name__, Dynamo would look up the old objects in the module of that name
-        namespace.pop("__name__", None)
-    copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
+        new = {name: _add(function.__globals__, name, replaced[name]) for name in {*replaced} & {*code.co_names}}
+        code = code.replace(co_names=tuple(new.get(name, name) for name in code.co_names))
+    copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(vars(function) | more)
     for name in ("__doc__", "__annotations__", "__module__", "__qualname__"):
         setattr(copy, name, getattr(function, name))
     return copy
+
+
+def _add(namespace, name, function):
+    """Return the name by which globals hold a replacement; one that equals `function` stays."""
+    names = (f"_liger_hw_{number}_{name}" for number in itertools.count())
+    return next(n for n in names if namespace.setdefault(n, function).replaces == function.replaces)

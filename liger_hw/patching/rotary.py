@@ -24,7 +24,7 @@ class RotaryMatch(Match):
     def pins(self, original):
         functions, pins = rotary_functions(original), []
         for name, method in _methods(original, dict(self.names)).items():
-            pins += [Pin(original, name, method), *read_globals(innermost(method)).pins]
+            pins += [Pin(original, name, method), *read_globals(innermost(method), dict(self.names)).pins]
         return [*pins, *(pin for name, _ in self.names for pin in read_function(functions[name]).pins)], set()
 
     def guard(self, original):

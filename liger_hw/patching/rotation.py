@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from liger_hw.checks import KERNEL_DTYPES
+from liger_hw.dispatch.generated import define, function_source
 from liger_hw.kernels.attention.rope import LAYOUTS, rope
 from liger_hw.patching.probing import DTYPES, generator, outputs, random_rows
 from liger_hw.patching.witnesses import is_torchs
@@ -182,22 +183,30 @@ def _unpacked(rotation, args):
     return (x, None, first, second) if rotation.form == "x, cos, sin" else (x, None, second, first)
 
 
+class _Source(str):
+    """A default that a signature shows as source."""
+
+    __repr__ = str.__str__
+
+
 def replacement(original, rotation):
-    """Build a function like `original` that calls the op wherever the probe proved agreement."""
-    signature = parameters(original)
-    names, count = list(signature), len(LEADING[rotation.form])
-    usual_axis = signature["unsqueeze_dim"].default if rotation.axis is None else rotation.axis
-
-    def apply_rotary_pos_emb(*args, **kwargs):
-        bound = dict(zip(names, args)) | kwargs
-        leading = tuple(bound.get(name) for name in names[:count])
-        axis = bound.get("unsqueeze_dim", usual_axis)
-        call = _proved_call(rotation, leading, axis)
-        if call is None:
-            return original(*args, **kwargs)
-        return _rotate(rope, rotation, leading, axis, call == PROMOTED)
-
-    return apply_rotary_pos_emb
+    """Build a function of the same signature that calls the op wherever the probe proved agreement."""
+    defaults = {p.name: p.default for p in parameters(original).values() if p.default is not p.empty}
+    shown = [p.replace(annotation=p.empty) for p in parameters(original).values()]
+    shown = [p.replace(default=_Source(f"defaults[{p.name!r}]")) if p.name in defaults else p for p in shown]
+    leading = ", ".join(p.name for p in shown[: len(LEADING[rotation.form])])
+    passed = ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in shown)
+    lines = [
+        f"leading, axis = ({leading}), {'unsqueeze_dim' if rotation.axis is None else rotation.axis}",
+        "call = proved_call(rotation, leading, axis)",
+        f"return original({passed}) if call is None else rotate(rope, rotation, leading, axis, call == PROMOTED)",
+    ]
+    function = define(
+        "rotary", function_source(f"apply_rotary_pos_emb{inspect.Signature(shown)}", lines), original=original,
+        rotation=rotation, defaults=defaults, proved_call=_proved_call, rotate=_rotate, rope=rope, PROMOTED=PROMOTED,
+    )["apply_rotary_pos_emb"]  # fmt: skip
+    function.replaces = original, rotation
+    return function
 
 
 def _proved_call(rotation, leading, axis):

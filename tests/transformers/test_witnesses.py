@@ -438,7 +438,7 @@ def rotates(forward):
     "reason, forward",
     [
         (None, lambda self, *args: apply_rotary(*args)),
-        ("reads __name__", lambda self, *args: apply_rotary(*args) if __name__ else None),
+        (None, lambda self, *args: apply_rotary(*args) if __name__ else None),
         ("does more with apply_rotary than call it", lambda self, *args: list(map(apply_rotary, *zip(args)))),
         ("does more with apply_rotary than call it", lambda self, *args: apply_rotary.factor * apply_rotary(*args)),
     ],
@@ -446,6 +446,48 @@ def rotates(forward):
 def test_a_method_that_a_copy_cannot_stand_for_is_left(reason, forward):
     match, why = match_rotary(rotates(forward))
     assert (match is None) == (reason is not None) and (why or "").endswith(reason or "")
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv_proj, self.o_proj = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, x, cos, sin, **options):
+        count_call()
+        q, k = self.qkv_proj(x).view(2, 5, 2, 8).transpose(1, 2).split(1, 1)
+        try:
+            q, k = apply_rotary(q, k, cos, sin, **options)
+        except TypeError:
+            return x
+        return CALLS, lambda: self.o_proj(q + k) * CALLS
+
+
+CALLS = 0
+
+
+def count_call():
+    global CALLS
+    CALLS += 1
+
+
+def test_an_attention_reads_live_globals_and_no_probe_runs_it(monkeypatch):
+    """Also in its call, and in functions that outlive it."""
+    monkeypatch.setitem(globals(), "CALLS", 0)
+    plain, args = Attention(), (torch.rand(2, 5, 8), torch.rand(2, 5, 8), torch.rand(2, 5, 8))
+    patched = copy.deepcopy(plain)
+    assert str(liger_hw.patch(patched).replaced) == "Counter({('Attention', 'rope'): 1})" and CALLS == 0
+    (first, result), (second, expected) = patched(*args), plain(*args)
+    assert (first, second) == (1, 2)
+    torch.testing.assert_close(result(), expected())
+
+
+@pytest.mark.parametrize("options", [{"unknown": 1}, {"q": None}])
+def test_wrong_arguments_of_a_rotary_function_are_errors(options):
+    patched = Attention()
+    liger_hw.patch(patched)
+    x = torch.rand(2, 5, 8)
+    assert patched(x, x, x, **options) is x
 
 
 def test_hooks_on_all_modules_do_not_see_probes():
