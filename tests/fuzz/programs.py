@@ -109,12 +109,21 @@ class Side:
         """Keep the coarsest rounding of the program, as `eps`."""
         self.eps = max(self.eps, torch.finfo(dtype).eps)
 
+    def count_write(self):
+        """Give written parameters a new version, by which the context that copies saved tensors knows them.
+
+        In it torch counts no write by foreach, fused or `.data`: it would then take the copy from before the write.
+        """
+        if self.copies:
+            torch.autograd.graph.increment_version(list(self.model.parameters()))
+
     def forget_forward(self):
         """Drop the outputs after a write that torch does not notice.
 
         A later backward of the plain model would mix new weights with hidden states of old ones, and compute the
         gradient of no forward. The patched model computes the gradients of its head in the forward.
         """
+        self.count_write()
         self.out = self.value = None
 
     def unhook(self):
@@ -246,6 +255,7 @@ def step(side, choice):
     if choice // 4 % 2:
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
     side.optimizer.step()
+    side.count_write()
     if side.optimizer.defaults.get("fused"):
         side.forget_forward()
 

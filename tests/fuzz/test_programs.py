@@ -33,3 +33,17 @@ def test_a_small_mistake_is_a_difference(family, monkeypatch):
     monkeypatch.setattr(programs, "ACTIONS", (mistaken,))
     with pytest.raises(programs.Difference, match="grad of"):
         programs.run(family, [(0, 0)])
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        (("kept_by_hook", 47), ("written_before_backward", 43), ("step", 22), ("training_step", 12)),
+        (("written_before_backward", 19), ("own_loss", 33), ("step", 63), ("second_order", 55)),
+    ],
+    ids=["fused", "foreach"],
+)
+def test_a_judge_that_keeps_copies_has_the_weights_of_now(last):
+    """torch's context of copies takes an older one after a write that it does not count."""
+    names = [action.__name__ for action in programs.ACTIONS]
+    assert programs.run("phi", [(names.index(name), choice) for name, choice in last]) is None
