@@ -188,7 +188,7 @@ def _is_entry(entry):
 
 
 def read_globals(function, called):
-    """Return the `Code` of the globals `called` of one function, and why no copy may call others in their place."""
+    """Return the `Code` of the globals `called`, and why no copy may call others."""
     code, namespace = Code(pins=_function_pins(function)), function.__globals__
     code.pins += [Pin(namespace, name, namespace[name]) for name in called if name in function.__code__.co_names]
     for instruction in instructions_of(function.__code__):

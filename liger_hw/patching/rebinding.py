@@ -26,10 +26,13 @@ def innermost(function):
 
 
 def with_globals(function, replaced):
-    """Copy `function` and its decorators; the innermost calls the functions of `replaced` by its globals' names.
+    """Copy `function` and its decorators, and replace globals that it calls.
 
     The copy reads the same dictionary of globals, so that it sees all changes in a call, and so do functions that it
     makes. The dictionary holds the new functions by names of their own.
+
+    Args:
+        replaced: name of a global -> the function that the copy calls.
     """
     wrapped = getattr(function, "__wrapped__", None)
     code, closure, more = function.__code__, function.__closure__, {}

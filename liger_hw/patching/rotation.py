@@ -190,7 +190,7 @@ class _Source(str):
 
 
 def replacement(original, rotation):
-    """Build a function of the same signature that calls the op wherever the probe proved agreement."""
+    """Build a function like `original` that calls the op where a probe agreed."""
     defaults = {p.name: p.default for p in parameters(original).values() if p.default is not p.empty}
     shown = [p.replace(annotation=p.empty) for p in parameters(original).values()]
     shown = [p.replace(default=_Source(f"defaults[{p.name!r}]")) if p.name in defaults else p for p in shown]
