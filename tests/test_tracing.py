@@ -5,6 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from liger_hw import use_backend
+from liger_hw._torch import constant_result
 from liger_hw._triton import interpreting
 from liger_hw.dispatch import OPS
 from liger_hw.testing.inputs import flat
@@ -170,3 +171,26 @@ def test_selective_checkpointing_sees_the_ops(saved, recomputed, backend):
             found = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
     assert ("rms_norm_forward.default" in called.names) == recomputed
     assert all(torch.equal(a, b) for a, b in zip((out, *found), (plain, *expected)))
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "fused_add_rms_norm", "rope", "swiglu", "geglu", "activate", "glu_linear"])
+def test_small_tensors_are_left_to_the_compiler(op, monkeypatch):
+    monkeypatch.setattr("liger_hw.dispatch.ops._choice_while_tracing", constant_result(lambda *_: "triton"))
+
+    def launches():
+        torch._dynamo.reset()
+        (inputs, options), code = case(op), []
+
+        def backend(graph, _):
+            code.extend(module.code for module in graph.modules())
+            return graph
+
+        outputs = torch.compile(lambda *x: OPS[op](*x, **options), backend=backend)(*inputs)
+        torch.testing.assert_close(flat(outputs), flat(OPS[op].reference(*inputs, **options)))
+        return any("liger_hw." in text for text in code)
+
+    assert not launches()
+    with use_backend("triton"):
+        assert launches()
+    monkeypatch.setattr("liger_hw.dispatch.ops.FUSED_VALUES", 1)
+    assert launches()

@@ -57,7 +57,7 @@ def _validate_activation(x, activation):
     check_known("activation", activation, ACTIVATIONS)
 
 
-@op(validate=validate)
+@op(validate=validate, fusible=True)
 def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False) -> torch.Tensor:
     """Compute silu(gate) * up (arXiv:2002.05202), as LlamaMLP does.
 
@@ -84,7 +84,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, in_place: bool = False) -> torc
     return ACTIVATIONS["silu"](gate) * up
 
 
-@op(validate=_validate_geglu)
+@op(validate=_validate_geglu, fusible=True)
 def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_place: bool = False) -> torch.Tensor:
     """Compute gelu(gate) * up (arXiv:2002.05202), as GemmaMLP does.
 
@@ -105,7 +105,7 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "tanh", in_pl
     return ACTIVATIONS[GELU[approximate]](gate) * up
 
 
-@op(validate=_validate_activation)
+@op(validate=_validate_activation, fusible=True)
 def activate(x: torch.Tensor, activation: str = "relu_squared", in_place: bool = False) -> torch.Tensor:
     """Compute f(x), keeping only x for the backward.
 

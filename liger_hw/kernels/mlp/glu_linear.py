@@ -41,7 +41,7 @@ def _validate(gate, up, weight, bias, activation):
     return dtype
 
 
-@op
+@op(fusible=True)
 def glu_linear(
     gate: torch.Tensor, up: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None = None,
     activation: str = "silu", in_place: bool = False,

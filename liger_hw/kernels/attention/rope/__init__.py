@@ -56,7 +56,7 @@ def validate_rotation(q, k, cos, sin, unsqueeze_dim, layout="half", shared=False
         refuse("cos" if cos.requires_grad else "sin", "a tensor that requires grad", "a constant; detach it")
 
 
-@op(validate=validate_rotation)
+@op(validate=validate_rotation, fusible=True)
 def rope(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1,
     layout: str = "half", shared: bool = False, wide: bool = False,

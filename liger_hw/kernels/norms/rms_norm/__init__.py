@@ -38,7 +38,7 @@ def _validate(x, weight, casting_mode, residual=None):
         check(like, "residual", residual, x)
 
 
-@op(validate=_validate)
+@op(validate=_validate, fusible=True)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
@@ -78,7 +78,7 @@ def rms_norm(
     return y.to(x.dtype)
 
 
-@op(validate=_validate)
+@op(validate=_validate, fusible=True)
 def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, offset: float = 0.0,
     casting_mode: str = "llama",
