@@ -16,6 +16,7 @@ import logging
 import re
 import sys
 import types
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,9 +38,10 @@ CHANGES_CONTAINER = {
 GLOBAL_STATE = {  # functions of torch whose result a program may change between two calls; also STATE_PREFIXES
     "initial_seed", "device_count", "current_device", "backends", "is_available", "is_initialized", "get_rank",
     "get_world_size", "is_grad_enabled", "is_autocast_enabled", "get_autocast_dtype", "is_compiling",
+    "saved_tensors_hooks", "load", "save",
     "enable_grad", "set_grad_enabled", "inference_mode",  # under which a result needs a gradient, or is no inference's
 }  # fmt: skip
-STATE_PREFIXES = "is_", "are_", "get_", "set_", "use_", "manual_seed", "seed"
+STATE_PREFIXES = "is_", "are_", "get_", "_has_", "set_", "use_", "manual_seed", "seed", "memory_", "max_memory_"
 TENSOR_FACTS = {"is_tensor", "is_floating_point", "is_complex"}  # functions that tell of their argument alone
 READS_UNSEEN = {  # attributes by which code reads others without their names
     *(name for name in vars(torch.nn.Module()) if name.startswith("_")),  # its parameters, children, hooks
@@ -502,7 +504,7 @@ def _read_value(value, name, code):
         code.sets_autocast |= issubclass(value, torch.autocast)
         if issubclass(value, torch.autograd.Function) and not values.is_known(value):
             code.refuse(f"calls the autograd function {value.__name__}")
-        elif values.is_model_class(value) and name != "__class__":  # a cell of that name serves super()
+        elif not (values.is_known(value) or value is nullcontext or name == "__class__"):  # a cell for super()
             code.refuse(f"uses the class {value.__name__}, whose attributes may change")
         elif issubclass(value, torch.nn.Module) and value is not torch.nn.Module and name != "__class__":
             code.include(read(value))

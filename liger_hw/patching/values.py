@@ -10,7 +10,18 @@ import torch
 
 MISSING = object()  # value of a pin whose name does not exist
 KNOWN_PACKAGES = ("torch", "liger_hw")
-KNOWN_LIBRARY = {"math", "operator", "functools", "itertools", "typing", "types", "collections", "abc", "enum"}
+KNOWN_LIBRARY = {
+    "math",
+    "operator",
+    "functools",
+    "itertools",
+    "typing",
+    "types",
+    "collections",
+    "abc",
+    "enum",
+    "numbers",
+}
 GENERATED = {  # members of a class by which it does not compute when code reads an object
     "__init__", "__post_init__", "__repr__", "__str__", "__new__", "__slotnames__", "__getstate__", "__setstate__",
 }  # fmt: skip

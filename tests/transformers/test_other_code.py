@@ -1,6 +1,7 @@
 """Compare patched modules with plain ones where objects compute, or a program replaces their code."""
 
 import builtins
+import contextlib
 import copy
 import copyreg
 import enum
@@ -27,7 +28,7 @@ TABLE = {"one": 1, "list": [1]}
 LOOK_UP = TABLE.get
 SCALES = (lambda: SCALE,)
 NAME = "_scale"
-look = getattr
+look, quiet = getattr, contextlib.suppress
 calls = []
 
 
@@ -154,6 +155,10 @@ FACTORS = {  # an expression in a forward -> words of the reason
     "float('{0._scale}'.format(self))": "reads format",
     "(2 if 'x' in f'{self}' else 1)": "writes its module as text",
     "(2 if 'x' in str(self) else 1)": "writes its module as text",
+    "(lambda c: 1)(quiet(RuntimeError))": "uses the class suppress, whose attributes may change",
+    "(lambda c: 1)(torch.autograd.graph.saved_tensors_hooks(half, half))": "calls saved_tensors_hooks()",
+    "torch.cuda.max_memory_allocated() + 1": "calls max_memory_allocated()",
+    "torch.load(NAME)": "calls load()",
     "torch.get_deterministic_debug_mode() + 1": "calls get_deterministic_debug_mode()",
     "(1 if x._base is None else 2)": "reads _base of a tensor",
     "(2 if x._is_view() else 1)": "reads _is_view of a tensor",
