@@ -178,6 +178,53 @@ def test_large_logits(backend, device):
     assert x.grad.isfinite().all()
 
 
+def copied_logits(x, y, **options):
+    return cross_entropy(x * 1, y, **options)
+
+
+WIDTHS = [61, 64, 40003]  # columns: odd, whole vectors, several blocks
+
+
+@pytest.mark.parametrize("classes", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("square", [0.0, 0.1, -0.1])
+def test_infinite_logits(square, dtype, classes, backend, device):
+    """Loss and gradient are NaN, as a log-softmax; the z-loss is that of a log-sum-exp of +inf, without NaN."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, classes, device=device, dtype=dtype), torch.arange(6, device=device)
+    for row, col in enumerate((0, classes // 2, classes - 1, slice(None))):
+        x[row, col] = float("inf")
+    x[4, 3], x[4, -2], x[3, ::2] = float("inf"), float("nan"), float("-inf")
+    for smoothing in (0.0, 0.1):
+        options = {"reduction": "none", "lse_square_scale": square, "label_smoothing": smoothing, "return_z_loss": True}
+        expected = run(cross_entropy.reference, (x.requires_grad_(), y), options)
+        for in_place in (False, True):
+            with use_backend(backend):
+                results = run(copied_logits, (x, y), options | {"in_place": in_place})
+            assert expected[1][:4].isinf().all() == (square != 0) and expected[2][:5].isnan().all()
+            torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("classes", WIDTHS)
+@pytest.mark.parametrize("logits", ["equal", "lowest", "rising", "falling", "shifted"])
+def test_smoothing_of_large_logits(logits, classes, backend, device):
+    """The mean of log-probabilities is as exact as the definition's where a sum of logits overflows."""
+    torch.manual_seed(0)
+    steps = torch.linspace(3e38 * (1 - 1e-5), 3e38, classes).repeat(3, 1)
+    x = {
+        "equal": torch.full_like(steps, 3e38), "lowest": torch.full_like(steps, -3.4e38), "rising": steps,
+        "falling": steps.flip(1), "shifted": torch.randn_like(steps) + 1e6,
+    }[logits].to(device)  # fmt: skip
+    y, weight = torch.tensor([1, classes // 2, classes - 1], device=device), torch.rand(classes, device=device)
+    for w in (None, weight):
+        options = {"reduction": "none", "label_smoothing": 0.3, "weight": w}
+        exact = run(cross_entropy.reference, (x.double().requires_grad_(), y), options)
+        plain = run(cross_entropy.reference, (x.requires_grad_(), y), options)
+        assert plain[0].isfinite().all()
+        with use_backend(backend):
+            compare(exact, plain, run(cross_entropy, (x, y), options), backend)
+
+
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_nan_is_not_hidden(softcap, backend, device):
     x, y = case(device=device)

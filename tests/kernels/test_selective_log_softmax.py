@@ -89,6 +89,26 @@ def test_extreme_logits(engine, device):
     assert found.log_probs.isfinite().all() and found.entropy.isfinite().all() and x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("classes", [61, 64, 40003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_infinite_logits(dtype, classes, engine, device):
+    """The log-sum-exp is +inf, without NaN in the row; the rest of the row is NaN, as a log-softmax."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, classes, device=device, dtype=dtype), torch.arange(6, device=device)
+    for row, col in enumerate((0, classes // 2, classes - 1, slice(None))):
+        x[row, col] = float("inf")
+    x[4, 3], x[4, -2], x[3, ::2] = float("inf"), float("nan"), float("-inf")
+    options = {"return_entropy": True, "return_lse": True, "temperature": 0.7}
+    expected = run(selective_log_softmax.reference, (x.requires_grad_(), y), options)
+    assert expected[2][:4].isposinf().all() and expected[2][4].isnan() and expected[3][:5].isnan().all()
+    results = run(selective_log_softmax, (x, y), options)
+    torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+    with torch.no_grad():  # of a head
+        bias = x[1]
+        found = fused_linear_selective_log_softmax(x.new_zeros(6, 16), x.new_zeros(classes, 16), y, bias, **options)
+    assert found.lse.isposinf().all() and found.log_probs.isnan().all() and found.entropy.isnan().all()
+
+
 def test_in_place(backend, device):
     x, _, y = case(classes=130, features=130, device=device)
     logits = x.detach().clone()

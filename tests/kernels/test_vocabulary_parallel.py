@@ -219,6 +219,26 @@ def test_huge_columns(forced, ranks):
     ranks(2, huge_columns, backend=forced)
 
 
+def infinite_columns():
+    """One rank has a logit of +inf in each row: the log-sum-exp and its square are +inf, the rest is NaN."""
+    x, weight, target = normal(4, 8).requires_grad_(), normal(6, 8), numbers(0, 1, 4, 5)
+    bias = numbers(0.0, 0.0, 0.0, 0.0, float("inf"), 0.0)
+    for op, options in (
+        (fused_linear_cross_entropy, {"reduction": "none", "return_z_loss": True}),
+        (fused_linear_cross_entropy, {"reduction": "none", "return_z_loss": True, "lse_square_scale": 0.1}),
+        (fused_linear_cross_entropy, {"return_z_loss": True, "lse_square_scale": 0.1, "label_smoothing": 0.1}),
+        (fused_linear_selective_log_softmax, {"return_entropy": True, "return_lse": True}),
+    ):
+        expected = parity.run(op.reference, (x, weight, target, bias), options)
+        found = parity.run(of_shards(op, "group"), (x, weight, target, bias), options)
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_infinite_columns(forced, ranks):
+    ranks(2, infinite_columns, backend=forced)
+
+
 def communication(op):
     """Count what ranks exchange: targets and a few numbers a row in the forward, and the gradient of `x` once."""
     from torch.distributed.tensor.debug import CommDebugMode

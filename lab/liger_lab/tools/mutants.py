@@ -299,6 +299,8 @@ MUTANTS = {
             "coef_each += label_smoothing / cols",
             "coef_each += label_smoothing / (cols - 1)",
         ),
+        ("smoothing by an earlier maximum", "(old_max * 0.5 - new_max * 0.5)", "0.0"),
+        ("a maximum of +inf", "tl.max(z, 1)), -LOWEST_FINITE)", "tl.max(z, 1)), float('inf'))"),
     ],
     "selective_log_softmax": [
         (
@@ -308,6 +310,7 @@ MUTANTS = {
         ),
         ("entropy's gradient without the entropy", "log_sum_exp) * LN_2 + entropy, 0.0", "log_sum_exp) * LN_2, 0.0"),
         ("softcap's slope left out", "dx *= 1.0 - ratio * ratio", "dx *= 1.0"),
+        ("a maximum of +inf", "tl.max(z, 1)), -LOWEST_FINITE)", "tl.max(z, 1)), float('inf'))"),
     ],
     "divergence": [
         ("jsd's other argument", "tl.where(q_larger, larger_term, smaller_term)", "larger_term"),

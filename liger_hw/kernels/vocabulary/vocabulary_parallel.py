@@ -103,7 +103,7 @@ class Columns:
         # a rank whose logits are all -inf knows no distance from them: its targets have probability 0
         distances = torch.where(peaks == -torch.inf, torch.inf, distances - below)
         distance = torch.where(here > 0, distances, 0).sum(0) + log_total
-        distance = distance.masked_fill(self.outside, float("nan"))
+        distance = distance.masked_fill(self.outside | total.isinf(), float("nan"))  # +inf: a logit of +inf
         entropy = predicted = None
         if moments is not None:
             moments = torch.where(totals * scale > 0, (moments + below * totals) * scale, 0)
@@ -140,7 +140,7 @@ class Columns:
         slices = []
         for part in self._slices():
             z, _ = self._score(part)
-            peak = z.amax(-1).clamp(min=LOWEST)
+            peak = z.amax(-1).clamp(LOWEST, -LOWEST)
             below = self._difference(z, peak[:, None])
             power = below.exp()
             distance = -below.gather(1, self.index[part].clamp(min=0)[:, None])[:, 0]
@@ -162,7 +162,7 @@ class Columns:
         coef_token = torch.where(self.here, dlog_probs, 0)
         # the softmax's share of a token that another rank holds; kernels subtract it for those here
         coef_power = torch.where(self.here, 0, -dlog_probs) + (0 if dlse is None else dlse)
-        coef_power = coef_power.masked_fill(self.outside, float("nan"))
+        coef_power = coef_power.masked_fill(self.outside | partition[:, 1].isinf(), float("nan"))
         if self.with_kernels:
             row_values = partition, coef_token, dentropy, coef_power
             kernels.backward_rows(self.logits, self.index, self.scaling, entropy, *row_values)
@@ -240,7 +240,8 @@ class CrossEntropyRows:
         statistics = columns.statistics(predict=predicted is not None)
         factors = self._factors(statistics.lse, statistics.distance, targets, formula)
         coef_target, coef_each, coef_square, _ = factors
-        z_rows = coef_square * statistics.lse * statistics.lse  # 0 without a z-loss, where the square may be infinite
+        z_rows = coef_square * statistics.lse * statistics.lse
+        z_rows = torch.where(coef_square == 0, 0, z_rows)  # without a z-loss, where the log-sum-exp may be infinite
         rows = coef_target * statistics.distance + z_rows
         if columns.smooths:
             rows = rows + coef_each * statistics.smoothed

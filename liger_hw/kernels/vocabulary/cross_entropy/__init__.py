@@ -48,7 +48,7 @@ def cross_entropy(
 
     Args:
         logits: (N, V), any floating dtype; plain torch computes dtypes other than fp32, fp16 and bf16. Any stride
-            between rows costs no copy. With label smoothing a row's sum of logits may become infinite near 3e38.
+            between rows costs no copy. The loss and gradient of a row with +inf are NaN, as torch's, the z-loss +inf.
         target: (N,) int64 or int32. A value outside [0, V) other than `ignore_index` is an error on a CPU. Elsewhere,
             and in a compiled graph, it makes that row's loss and gradient NaN, and so the reduced loss: nothing is read
             out of bounds, and the host waits for no check.

@@ -10,7 +10,6 @@ from liger_hw.kernels._logits import (
     edge_columns,
     log_of,
     needed_scale,
-    online_softmax,
     power_unit_of,
     row_at,
     row_gradient_config,
@@ -54,11 +53,13 @@ def cross_entropy_scale_config(cols, itemsize, device):
 
 
 @triton.jit
-def _online(x, col, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, sum_smoothed, best, best_col,
+def _online(x, col, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, weights, smoothed, best, best_col,
             SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
     """Add a block to each lane's running maximum, sums and largest logit's column.
 
-    A lane reduces its own vectors alone, so that no lane waits for another before the row's end.
+    A lane reduces its own vectors alone, so that no lane waits for another before the row's end. The maximum stays
+    finite, so that a logit of +inf makes the sum of powers +inf, and NaN alone makes it NaN. `smoothed` adds up the
+    distances from the maximum times `weights`: a sum of large logits themselves would overflow.
     """
     LANES: tl.constexpr = x.shape[0] // VECTOR
     if PREDICT:  # before the softcap, which makes large logits equal; the first of equal ones wins, as in torch.argmax
@@ -67,24 +68,34 @@ def _online(x, col, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, sum_sm
         block_col = tl.min(tl.where(a == block_best[:, None], tl.reshape(col, (LANES, VECTOR)), cols - 1), 1)
         better = (block_best > best) | ((block_best == best) & (block_col < best_col))
         best, best_col = tl.where(better, block_best, best), tl.where(better, block_col, best_col)
-    z, _ = score(x, logit_scale, softcap)
+    z, unit = score(x, logit_scale, softcap)[0], power_unit_of(softcap)
+    z = tl.reshape(tl.where(mask, z, float("-inf")), (LANES, VECTOR))
+    new_max = tl.minimum(tl.maximum(row_max, tl.max(z, 1)), -LOWEST_FINITE)
+    below = z - new_max[:, None]
+    sum_exp = sum_exp * tl.exp2((row_max - new_max) * unit) + tl.sum(tl.exp2(below * unit), 1)
     if SMOOTH:
-        weighted = tl.where(mask, z, 0.0)
+        weight = tl.where(mask, 1.0, 0.0)
         if WEIGHT is not None:
-            weighted *= tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
-        sum_smoothed += tl.sum(tl.reshape(weighted, (LANES, VECTOR)), 1)
-    z = tl.where(mask, z, float("-inf"))
-    row_max, sum_exp = online_softmax(z, row_max, sum_exp, VECTOR, power_unit_of(softcap))
-    return row_max, sum_exp, sum_smoothed, best, best_col
+            weight = tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
+        weight, counted = tl.reshape(weight, (LANES, VECTOR)), tl.reshape(mask, (LANES, VECTOR))
+        smoothed = _moved(smoothed, weights, row_max, new_max) + tl.sum(tl.where(counted, below * weight, 0.0), 1)
+        weights += tl.sum(weight, 1)
+    return new_max, sum_exp, weights, smoothed, best, best_col
 
 
 @triton.jit
-def _over_lanes(row_max, sum_exp, sum_smoothed, best, best_col, softcap, cols: tl.constexpr):
+def _moved(smoothed, weights, old_max, new_max):
+    """Return weighted distances from another maximum; halves, because a large difference may overflow."""
+    return smoothed + (old_max * 0.5 - new_max * 0.5) * (2.0 * weights)
+
+
+@triton.jit
+def _over_lanes(lane_max, sum_exp, weights, smoothed, best, best_col, softcap, cols: tl.constexpr):
     """Reduce the lanes' values to the row's maximum, sums and largest logit's column."""
-    row_max, sum_exp = row_softmax(row_max, sum_exp, power_unit_of(softcap))
-    row_best = tl.max(best, 0)
+    row_max, sum_exp = row_softmax(lane_max, sum_exp, power_unit_of(softcap))
+    smoothed, row_best = tl.sum(_moved(smoothed, weights, lane_max, row_max), 0), tl.max(best, 0)
     best_col = tl.min(tl.where(best == row_best, best_col, cols - 1), 0)
-    return row_max, sum_exp, tl.sum(sum_smoothed, 0), row_best, best_col
+    return row_max, sum_exp, tl.sum(weights, 0), smoothed, row_best, best_col
 
 
 @triton.jit
@@ -113,12 +124,8 @@ def _coefficients(y, distance, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smo
         coef_square = coef_square / denominator
     if TOKEN_SCALING:
         p_y = tl.exp2(-distance)
-        coef_target, coef_each, coef_all, coef_square = (
-            coef_target * p_y,
-            coef_each * p_y,
-            coef_all * p_y,
-            coef_square * p_y,
-        )
+        coef_target, coef_each = coef_target * p_y, coef_each * p_y
+        coef_all, coef_square = coef_all * p_y, coef_square * p_y
     return tl.where(valid_target, coef_target, float("nan")), coef_each, coef_all, coef_square
 
 
@@ -165,30 +172,31 @@ def _statistics(
     best = tl.full((LANES,), float("-inf"), tl.float32)
     best_col = tl.full((LANES,), cols - 1, tl.int32)
     sum_exp = tl.zeros((LANES,), tl.float32)
-    sum_smoothed = tl.zeros((LANES,), tl.float32)
+    weights, smoothed = sum_exp, sum_exp
     for start in tl.range(0, row.body, COLS, num_stages=STAGES):
         at = start + lane
         mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
         x = tl.load(row.middle + at, mask, other=0.0, eviction_policy=POLICY)
-        row_max, sum_exp, sum_smoothed, best, best_col = _online(
-            x, row.head + at, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, sum_smoothed, best, best_col,
+        row_max, sum_exp, weights, smoothed, best, best_col = _online(
+            x, row.head + at, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, weights, smoothed, best, best_col,
             SMOOTH, PREDICT, cols, VECTOR,
         )  # fmt: skip
-    row_max, row_sum_exp, sum_smoothed, best, best_col = _over_lanes(
-        row_max, sum_exp, sum_smoothed, best, best_col, softcap, cols
+    row_max, row_sum_exp, weights, smoothed, best, best_col = _over_lanes(
+        row_max, sum_exp, weights, smoothed, best, best_col, softcap, cols
     )
     if not ALIGNED or cols % VECTOR != 0:
         edge, edge_valid = edge_columns(row, cols, VECTOR)
         zeros = tl.zeros((2,), tl.float32)
         lanes = _online(
             tl.load(row.first + edge, edge_valid, other=0.0), edge, edge_valid, WEIGHT, logit_scale, softcap,
-            zeros + row_max, zeros, zeros, zeros + best, tl.zeros((2,), tl.int32) + best_col, SMOOTH, PREDICT, cols,
-            VECTOR,
+            zeros + row_max, zeros, zeros, zeros, zeros + best, tl.zeros((2,), tl.int32) + best_col, SMOOTH, PREDICT,
+            cols, VECTOR,
         )  # fmt: skip
-        new_max, edge_sum_exp, edge_sum_smoothed, best, best_col = _over_lanes(*lanes, softcap, cols)
+        new_max, edge_sum_exp, _, edge_smoothed, best, best_col = _over_lanes(*lanes, softcap, cols)
         row_sum_exp = row_sum_exp * tl.exp2((row_max - new_max) * power_unit_of(softcap)) + edge_sum_exp
-        row_max, sum_smoothed = new_max, sum_smoothed + edge_sum_smoothed
-    return row_max, row_sum_exp, sum_smoothed, best_col
+        smoothed = _moved(smoothed, weights, row_max, new_max) + edge_smoothed
+        row_max = new_max
+    return row_max, row_sum_exp, smoothed, best_col
 
 
 @triton.jit
@@ -253,19 +261,21 @@ def cross_entropy_forward(
         z_y, _ = score(x_y, logit_scale, softcap)
         unit = unit_of(softcap)
         POLICY: tl.constexpr = "evict_last" if GRADIENT else ""  # `_write_gradient` reads the row again
-        row_max, sum_exp, sum_smoothed, best_col = _statistics(
+        row_max, sum_exp, smoothed, best_col = _statistics(
             row, WEIGHT, logit_scale, softcap, SMOOTH, PREDICT, cols, VECTOR, ALIGNED, POLICY, COLS, STAGES
         )
-        lse = row_max + log_of(sum_exp, softcap)
-        distance = (row_max - z_y) + log_of(sum_exp, softcap)  # the difference first: it is exact near the maximum
+        log_sum_exp = log_of(sum_exp, softcap)
+        lse = row_max + log_sum_exp
+        distance = (row_max - z_y) + log_sum_exp  # the difference first: it is exact near the maximum
+        distance = tl.where(sum_exp < float("inf"), distance, float("nan"))  # as log-softmax beside a logit of +inf
         coef_target, coef_each, coef_all, coef_square = _coefficients(
             y, distance * power_unit_of(softcap), WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing,
             lse_square_scale, valid_target, cols, TOKEN_SCALING,
         )  # fmt: skip
-        z_loss = coef_square * (lse * unit) * (lse * unit)
+        z_loss = tl.where(coef_square == 0.0, 0.0, coef_square * (lse * unit) * (lse * unit))
         loss = coef_target * (distance * unit) + z_loss
         if SMOOTH:
-            loss += (coef_all * lse - coef_each * sum_smoothed) * unit
+            loss += (coef_all * log_sum_exp - coef_each * smoothed) * unit
         tl.store(LOSS + index, loss)
         if Z_LOSS is not None:
             tl.store(Z_LOSS + index, z_loss)
@@ -331,18 +341,9 @@ def cross_entropy_backward(
             edge_x = tl.load(row.first + edge, edge_valid, other=0.0)
             edge_coef_y = tl.where(edge == y, coef_target, 0.0)
             edge_dx = _gradient(
-                edge_x,
-                edge,
-                edge_valid,
-                row_max,
-                WEIGHT,
-                coef_exp,
-                coef_each,
-                edge_coef_y,
-                logit_scale,
-                softcap,
+                edge_x, edge, edge_valid, row_max, WEIGHT, coef_exp, coef_each, edge_coef_y, logit_scale, softcap,
                 SMOOTH,
-            )
+            )  # fmt: skip
             tl.store(D + edge, edge_dx, edge_valid)
 
 

@@ -76,7 +76,7 @@ def _online_softmax(z, mask, unit, row_max, sum_exp, moment, MOMENT: tl.constexp
     """
     LANES: tl.constexpr = z.shape[0] // VECTOR
     z = tl.reshape(tl.where(mask, z, float("-inf")), (LANES, VECTOR))
-    new_max = tl.maximum(row_max, tl.max(z, 1))
+    new_max = tl.minimum(tl.maximum(row_max, tl.max(z, 1)), -LOWEST_FINITE)  # +inf makes the sum +inf, not NaN
     exponent, moved = (z - new_max[:, None]) * unit, (row_max - new_max) * unit
     exp = tl.exp2(exponent)
     if MOMENT:
@@ -151,7 +151,7 @@ def selective_log_softmax_forward(
         lse = row_max * unit + tl.log2(sum_exp) * LN_2
         # the difference first: it is exact near the maximum; of halves, because a large one may overflow
         log_prob = (z_y * 0.5 - row_max * 0.5) * (2.0 * unit) - tl.log2(sum_exp) * LN_2
-        log_prob = tl.where(valid_target, log_prob, float("nan"))
+        log_prob = tl.where(valid_target & (sum_exp < float("inf")), log_prob, float("nan"))
         if MOMENT:
             entropy = (tl.log2(sum_exp) - moment / sum_exp) * LN_2
     tl.store(LOG_PROBS + index, log_prob)
@@ -208,7 +208,7 @@ def selective_log_softmax_backward(
         row_max, sum_exp = tl.load(PARTITION + 2 * index), tl.load(PARTITION + 2 * index + 1)
         scale = (1.0 if logit_scale is None else logit_scale) / temperature
         coef_token = tl.load(D_LOG_PROBS + index).to(tl.float32) * scale
-        coef_token = tl.where((y >= 0) & (y < cols), coef_token, float("nan"))
+        coef_token = tl.where((y >= 0) & (y < cols) & (sum_exp < float("inf")), coef_token, float("nan"))
         coef_exp = -coef_token / sum_exp
         if D_LSE is not None:
             coef_exp += tl.load(D_LSE + index).to(tl.float32) * scale / sum_exp
