@@ -36,6 +36,7 @@ their names, without the underscore; their fakes are the allocations of what fol
 | the same, as one op of torch | `@_scaled_forward.backward(fake)`, a function that allocates these gradients |
 | a forward of them | `@differentiable()` instead of `@raw()` |
 | a part of one, one op where torch.compile traces it | `@traced_as_one(fake)`, a function that allocates its results |
+| a reference that compilers fuse with its neighbours | `@op(fusible=True)`: they compute small tensors by it |
 | a kernel that writes over its arguments | `mutates=("x",)` |
 | options that only the backward reads | further annotated parameters of the backward: the last arguments of `apply` |
 | results without a gradient, such as counts | `without_gradient="counts"` for `backward`; `apply` returns them |
