@@ -24,6 +24,7 @@ KNOWN_LIBRARY = {
 }
 GENERATED = {  # members of a class by which it does not compute when code reads an object
     "__init__", "__post_init__", "__repr__", "__str__", "__new__", "__slotnames__", "__getstate__", "__setstate__",
+    "__replace__",
 }  # fmt: skip
 TRUSTED = ("torch", "transformers", "numpy", "liger_hw")  # packages whose properties of configurations change nothing
 HEAP_TYPE = 1 << 9  # flag of classes that code defines, unlike most of Python's: Py_TPFLAGS_HEAPTYPE
