@@ -40,8 +40,8 @@ class Function(torch.autograd.Function):
                 except Exception as error:  # only now, as the question costs host time
                     if "has been modified by an inplace operation" in str(error):
                         raise RuntimeError(
-                            f"a program wrote in place to a tensor that {cls.__name__} keeps for its backward: write "
-                            f"to a copy, or {cls.instead}"
+                            f"a tensor that {cls.__name__} keeps for its backward was modified by an inplace "
+                            f"operation: write to a copy, or {cls.instead}"
                         ) from error
                     if not has_batched(grads):
                         raise
