@@ -57,13 +57,7 @@ UNUSED = {  # special methods that no operator or function of Python calls while
 }  # fmt: skip
 PURE = {"get", "keys", "values", "items", "index", "count", "copy"}  # methods of containers that change nothing
 CONTEXTS = torch.no_grad.__base__.__module__, torch.autocast.__module__  # modules whose decorators set a state of torch
-TELLS = {
-    "COMPARE_OP",
-    "CONTAINS_OP",
-    "FORMAT_VALUE",
-    "FORMAT_SIMPLE",
-    "MATCH_CLASS",
-}  # instructions that tell one value from others
+TELLS = {"COMPARE_OP", "CONTAINS_OP", "FORMAT_VALUE", "FORMAT_SIMPLE", "MATCH_CLASS"}  # they tell values apart
 SKIPPED = {"EXTENDED_ARG", "CACHE", "PUSH_NULL"}  # instructions that read no name
 STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL": "global", "DELETE_GLOBAL": "global"}
 MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module))
