@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liger_hw._triton import interpreting
-from liger_hw.kernels import _math
+from liger_hw.kernels import _partials
 from liger_lab import cases
 
 # The first case and the step of a dtype: each case has fp32 or fp16, and every third has bf16, too, in which the
@@ -15,7 +15,7 @@ TURNS = {torch.float32: (0, 2), torch.float16: (1, 2), torch.bfloat16: (1, 3)}
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch):
     """Lower the size for one program, so that half of the samples take several."""
-    monkeypatch.setattr(_math, "ONE_PROGRAM", 1000)
+    monkeypatch.setattr(_partials, "ONE_PROGRAM", 1000)
 
 
 @pytest.fixture

@@ -355,7 +355,7 @@ def sources(name, package: Path) -> list[Path]:
         files = [package / PLACES[name][0]]
     else:
         files = [*package.glob(f"kernels/*/{name}.py"), *package.glob(f"kernels/*/{name}/*.py")]
-    return [*files, package / "kernels/_math.py"]
+    return [*files, *package.glob("kernels/_*.py")]
 
 
 def survivor(name: str, description: str, old: str, new: str) -> str | None:

@@ -32,17 +32,9 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, differentiable, op, raw, widen
-from liger_hw.kernels._math import (
-    add_partials,
-    in_order,
-    in_row,
-    load_parameter,
-    partial_sums,
-    programs_for_blocks,
-    rows_and_cols,
-    rows_of,
-    sigmoid,
-)
+from liger_hw.kernels._math import in_row, load_parameter, sigmoid
+from liger_hw.kernels._partials import add_partials, partial_sums, programs_for_blocks
+from liger_hw.kernels._rows import in_order, rows_and_cols, rows_or_none
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, tuned
@@ -470,12 +462,6 @@ def _parts(config, x, blocks):
     return min(programs, len(x) * parts), parts
 
 
-def _row_views(*tensors):
-    """Return lists of each tensor's rows and stride; None and 0 for None."""
-    views = [(None, 0) if x is None else rows_of(x) for x in tensors]
-    return [view for view, _ in views], [stride for _, stride in views]
-
-
 @raw()
 def _causal_conv1d_forward(
     x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, input_gate: torch.Tensor | None,
@@ -485,7 +471,7 @@ def _causal_conv1d_forward(
     if not x.numel():
         return
     rows, cols = rows_and_cols(x)
-    views, strides = _row_views(x, input_gate, output_gate)
+    views, strides = zip(*map(rows_or_none, (x, input_gate, output_gate)))
     config = causal_conv1d_forward_config(cols, x.element_size(), _present(views), device_of(x))
     blocks = -(-cols // config["COLS"])
     programs, parts = _parts(config, x, blocks)
@@ -516,7 +502,7 @@ def _causal_conv1d_backward(
             dinitial_states.copy_(dfinal)
         return
     rows, cols = rows_and_cols(x)
-    views, strides = _row_views(x, input_gate, output_gate, dy)
+    views, strides = zip(*map(rows_or_none, (x, input_gate, output_gate, dy)))
     config = causal_conv1d_backward_config(cols, x.element_size(), _present(views), device_of(x))
     blocks = -(-cols // config["COLS"])
     programs, parts = _parts(config, x, blocks)

@@ -32,16 +32,10 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, op, raw
-from liger_hw.kernels._math import (
-    ONE_PROGRAM,
-    add_partials,
-    in_order,
-    in_row,
-    norm_backward_config,
-    partial_sums,
-    rounded,
-    widest_block,
-)
+from liger_hw.kernels._configs import norm_backward_config, widest_block
+from liger_hw.kernels._math import in_row, rounded
+from liger_hw.kernels._partials import ONE_PROGRAM, add_partials, partial_sums
+from liger_hw.kernels._rows import in_order
 from liger_hw.kernels.attention.rope import rope, validate_rotation
 from liger_hw.kernels.attention.rope.heads import (
     LAYOUTS,

@@ -26,7 +26,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.dispatch import Cost, op, raw
-from liger_hw.kernels._math import in_order
+from liger_hw.kernels._rows import in_order
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, tuned
 

@@ -4,7 +4,7 @@ import torch
 
 from liger_hw._torch import backward_keeps_graph
 from liger_hw.checks import check
-from liger_hw.kernels._math import rows_of
+from liger_hw.kernels._rows import rows_of
 
 
 def goes_in_place(gate, up, in_place):

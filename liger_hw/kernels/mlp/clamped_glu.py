@@ -19,7 +19,8 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw, widen
-from liger_hw.kernels._math import rounded, rows_of
+from liger_hw.kernels._math import rounded
+from liger_hw.kernels._rows import rows_of, rows_or_none
 from liger_hw.kernels.mlp.glu import program_tile, tile_config
 from liger_hw.launch import launch
 from liger_hw.tuning import power_of_2, tuned
@@ -226,7 +227,7 @@ def _launch(kernel, find_config, gate, up, dy, outputs, clamp):
     cols = gate.shape[-1] // (2 if up is None else 1)
     count = gate.numel() // (2 if up is None else 1)
     y_stride, d_stride = cols, gate.shape[-1]
-    (g, g_stride), (dy, dy_stride) = rows_of(gate), (None, 0) if dy is None else rows_of(dy)
+    (g, g_stride), (dy, dy_stride) = rows_of(gate), rows_or_none(dy)
     u, u_stride = (g, g_stride) if up is None else rows_of(up)
     if up is None and not interleaved:
         g, u = g.chunk(2, -1)

@@ -24,7 +24,8 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, empty_rows, op, raw
-from liger_hw.kernels._math import activated, activated_with_slope, rows_of
+from liger_hw.kernels._math import activated, activated_with_slope
+from liger_hw.kernels._rows import rows_or_none
 from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten, writes_over
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
@@ -274,7 +275,7 @@ def _launch(kernel, find_config, activation, *tensors):
     else:
         cols = first.shape[-1]
         rows, width = first.numel() // cols, min(power_of_2(cols), 4096)
-        tensors, strides = zip(*((None, 0) if x is None else rows_of(x) for x in tensors))
+        tensors, strides = zip(*map(rows_or_none, tensors))
     config = find_config(width, first.element_size(), 1 if tensors[1] is None else 2, device_of(first))
     tiles = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
     launch(kernel, (tiles, 1, 1), config, *tensors, rows, cols, *strides, activation)

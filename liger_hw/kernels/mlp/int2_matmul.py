@@ -18,7 +18,8 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw
-from liger_hw.kernels._math import in_row, rows_of
+from liger_hw.kernels._math import in_row
+from liger_hw.kernels._rows import rows_of
 from liger_hw.kernels.moe.grouped_mm import banded, in_vectors
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned

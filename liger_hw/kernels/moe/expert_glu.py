@@ -17,7 +17,8 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import raw
-from liger_hw.kernels._math import activated, activated_with_slope, in_row, rounded, rows_of
+from liger_hw.kernels._math import activated, activated_with_slope, in_row, rounded
+from liger_hw.kernels._rows import rows_of, rows_or_none
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
@@ -71,7 +72,7 @@ def expert_glu_backward_in_place(
         activation: one of `glu.ACTIVATIONS`.
     """
     rows, cols = gate.shape
-    (gate, g_stride), (up, u_stride) = rows_of(gate), (None, 0) if up is None else rows_of(up)
+    (gate, g_stride), (up, u_stride) = rows_of(gate), rows_or_none(up)
     config = expert_glu_backward_config(power_of_2(cols), gate.element_size(), device_of(gate))
     launch(
         expert_glu_backward, (rows, 1, 1), config, gate, up, d, weights, dweights, g_stride, u_stride, cols, activation

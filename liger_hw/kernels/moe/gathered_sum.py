@@ -13,7 +13,8 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import raw
-from liger_hw.kernels._math import in_row, rounded, rows_of
+from liger_hw.kernels._math import in_row, rounded
+from liger_hw.kernels._rows import rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 

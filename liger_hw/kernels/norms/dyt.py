@@ -18,18 +18,9 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_columns
 from liger_hw.dispatch import Cost, op, raw, widen
-from liger_hw.kernels._math import (
-    LOG2_E,
-    add_partials,
-    in_order,
-    in_row,
-    in_tile,
-    load_parameter,
-    programs_for_blocks,
-    reciprocal,
-    rows_and_cols,
-    rows_of,
-)
+from liger_hw.kernels._math import LOG2_E, in_row, in_tile, load_parameter, reciprocal
+from liger_hw.kernels._partials import add_partials, programs_for_blocks
+from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 

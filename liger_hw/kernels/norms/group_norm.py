@@ -22,7 +22,9 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw, widen
-from liger_hw.kernels._math import add_partials, in_order, in_row, in_tile
+from liger_hw.kernels._math import in_row, in_tile
+from liger_hw.kernels._partials import add_partials
+from liger_hw.kernels._rows import in_order
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 

@@ -22,21 +22,10 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_columns
 from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
-from liger_hw.kernels._math import (
-    add_partials,
-    in_order,
-    in_row,
-    in_tile,
-    load_parameter,
-    norm_backward_config,
-    norm_forward_config,
-    norm_wide_sums_config,
-    partial_sums,
-    programs_for,
-    rows_and_cols,
-    rows_of,
-    wide_grid,
-)
+from liger_hw.kernels._configs import norm_backward_config, norm_forward_config, norm_wide_sums_config
+from liger_hw.kernels._math import in_row, in_tile, load_parameter
+from liger_hw.kernels._partials import add_partials, partial_sums, programs_for, wide_grid
+from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 

@@ -16,16 +16,10 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
-from liger_hw.kernels._math import (
-    add_partials,
-    in_order,
-    in_tile,
-    norm_backward_config,
-    norm_forward_config,
-    rows_and_cols,
-    rows_of,
-    widest_block,
-)
+from liger_hw.kernels._configs import norm_backward_config, norm_forward_config, widest_block
+from liger_hw.kernels._math import in_tile
+from liger_hw.kernels._partials import add_partials
+from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 

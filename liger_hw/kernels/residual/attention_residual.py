@@ -24,19 +24,11 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw, uncast, widen
-from liger_hw.kernels._logits import LOG2_E, LOWEST
-from liger_hw.kernels._math import (
-    add_partials,
-    in_order,
-    in_row,
-    in_tile,
-    load_parameter,
-    partial_sums,
-    programs_for_blocks,
-    row_block,
-    rows_and_cols,
-    rows_of,
-)
+from liger_hw.kernels._configs import row_block
+from liger_hw.kernels._math import in_row, in_tile, load_parameter
+from liger_hw.kernels._partials import add_partials, partial_sums, programs_for_blocks
+from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
+from liger_hw.kernels._scores import LOG2_E, LOWEST
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, row_warps, tuned
 

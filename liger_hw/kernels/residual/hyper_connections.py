@@ -22,7 +22,8 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, empty_rows, op, raw, uncast, widen
-from liger_hw.kernels._math import in_order, in_row, rows_of
+from liger_hw.kernels._math import in_row
+from liger_hw.kernels._rows import in_order, rows_of, rows_or_none
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
@@ -264,15 +265,11 @@ def _sizes(x, f_out):
     return math.prod(x.shape[:-2]), streams, cols, 1 if f_out is None else streams
 
 
-def _rows_or_none(x):
-    return (None, 0) if x is None else rows_of(x)
-
-
 @raw(lambda x, f_out: x.new_empty(x.shape[:-2] + x.shape[-1:]) if f_out is None else empty_rows(x))
 def _mhc_forward(x: torch.Tensor, f_out: torch.Tensor | None, h_post: torch.Tensor | None, h: torch.Tensor, *, y):
     rows, streams, cols, outs = _sizes(x, f_out)
     config = mhc_forward_config(cols, streams, outs, x.element_size(), device_of(x))
-    (x, x_stride), (f, f_stride) = rows_of(x), _rows_or_none(f_out)
+    (x, x_stride), (f, f_stride) = rows_of(x), rows_or_none(f_out)
     grid = rows, -(-cols // config["COLS"]), 1
     launch(mhc_forward, grid, config, x, f, h_post, h, y, x_stride, f_stride, cols, streams, outs)
 
@@ -281,7 +278,7 @@ def _mhc_forward(x: torch.Tensor, f_out: torch.Tensor | None, h_post: torch.Tens
 def _mhc_backward(x, f_out, h_post, h, dy, *, dx, df_out, dh_post, dh):
     rows, streams, cols, outs = _sizes(x, f_out)
     config = mhc_backward_config(cols, streams, outs, x.element_size(), device_of(x))
-    (x, x_stride), (f, f_stride), (dy, dy_stride) = rows_of(x), _rows_or_none(f_out), rows_of(dy)
+    (x, x_stride), (f, f_stride), (dy, dy_stride) = rows_of(x), rows_or_none(f_out), rows_of(dy)
     launch(
         mhc_backward, (rows, -(-streams // config["GROUP"]), 1), config,
         x, f, h_post, h, dy, dx, df_out, dh_post, dh, x_stride, f_stride, dy_stride, cols, streams, outs,

@@ -8,7 +8,8 @@ from liger_hw._torch import has_wide_products
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import raw, traced_as_one
-from liger_hw.kernels._math import dot, in_order, rows_of
+from liger_hw.kernels._math import dot
+from liger_hw.kernels._rows import in_order, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
 

@@ -23,7 +23,7 @@ import torch
 
 from liger_hw.checks import check, check_columns, check_kernel_dtype
 from liger_hw.dispatch import Cost, op, raw, widen
-from liger_hw.kernels._math import in_order, rows_and_cols
+from liger_hw.kernels._rows import in_order, rows_and_cols
 from liger_hw.kernels.norms.gated_rms_norm.kernels import NormForm, backward_rows, forward_rows
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.spelling import check_known

@@ -8,23 +8,11 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.kernels._math import (
-    add_partials,
-    in_row,
-    in_tile,
-    load_parameter,
-    norm_backward_config,
-    norm_forward_config,
-    norm_wide_sums_config,
-    partial_sums,
-    programs_for_blocks,
-    rounded,
-    rows_and_cols,
-    rows_of,
-    sigmoid,
-    widest_block,
-)
-from liger_hw.kernels.norms.rms_norm.kernels import before_weight, load_rows, rows_or_none, rstd_of, square
+from liger_hw.kernels._configs import norm_backward_config, norm_forward_config, norm_wide_sums_config, widest_block
+from liger_hw.kernels._math import in_row, in_tile, load_parameter, rounded, sigmoid
+from liger_hw.kernels._partials import add_partials, partial_sums, programs_for_blocks
+from liger_hw.kernels._rows import rows_and_cols, rows_of, rows_or_none
+from liger_hw.kernels.norms.rms_norm.kernels import before_weight, load_rows, rstd_of, square
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, row_warps, tuned
 

@@ -18,7 +18,8 @@ import torch
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_columns
 from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
-from liger_hw.kernels._math import in_order, in_registers, rows_and_cols, rows_of
+from liger_hw.kernels._configs import in_registers
+from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
 from liger_hw.kernels.norms.rms_norm.kernels import backward_rows, rms_norm_forward, rms_norm_forward_config
 from liger_hw.kernels.norms.rms_norm.wide import wide_backward_rows
 from liger_hw.launch import launch

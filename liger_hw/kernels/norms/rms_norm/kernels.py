@@ -6,19 +6,10 @@ from dataclasses import replace
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.kernels._math import (
-    add_partials,
-    in_row,
-    in_tile,
-    load_parameter,
-    norm_backward_config,
-    norm_forward_config,
-    partial_sums,
-    programs_for,
-    rounded,
-    rows_and_cols,
-    rows_of,
-)
+from liger_hw.kernels._configs import norm_backward_config, norm_forward_config
+from liger_hw.kernels._math import in_row, in_tile, load_parameter, rounded
+from liger_hw.kernels._partials import add_partials, partial_sums, programs_for
+from liger_hw.kernels._rows import rows_and_cols, rows_of, rows_or_none
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 
@@ -187,11 +178,6 @@ def rms_norm_backward(
             at = i * COLS + col
             dw_at = DW + tl.program_id(0).to(tl.int64) * cols + at
             tl.store(dw_at, tl.sum(dw[i], 0)[None, :], in_row(at, cols, COLS))
-
-
-def rows_or_none(x):
-    """Return `rows_of(x)`, or (None, 0) for None."""
-    return (None, 0) if x is None else rows_of(x)
 
 
 @functools.cache

@@ -5,25 +5,11 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.kernels._math import (
-    add_partials,
-    in_row,
-    in_tile,
-    load_parameter,
-    norm_backward_config,
-    norm_wide_sums_config,
-    rows_and_cols,
-    rows_of,
-    wide_grid,
-)
-from liger_hw.kernels.norms.rms_norm.kernels import (
-    before_weight,
-    load_rows,
-    rows_or_none,
-    rstd_of,
-    square,
-    store_ds,
-)
+from liger_hw.kernels._configs import norm_backward_config, norm_wide_sums_config
+from liger_hw.kernels._math import in_row, in_tile, load_parameter
+from liger_hw.kernels._partials import add_partials, wide_grid
+from liger_hw.kernels._rows import rows_and_cols, rows_of, rows_or_none
+from liger_hw.kernels.norms.rms_norm.kernels import before_weight, load_rows, rstd_of, square, store_ds
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 

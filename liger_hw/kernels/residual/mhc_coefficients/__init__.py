@@ -29,7 +29,8 @@ import torch
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
-from liger_hw.kernels._math import add_partials, in_order, partial_sums, rows_of
+from liger_hw.kernels._partials import add_partials, partial_sums
+from liger_hw.kernels._rows import in_order, rows_of
 from liger_hw.kernels.residual.hyper_connections import check_like, check_streams, wide_product
 from liger_hw.kernels.residual.mhc_coefficients import kernels
 from liger_hw.launch import launch

@@ -2,23 +2,18 @@
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.kernels._logits import (
+from liger_hw.kernels._configs import two_on_a_core
+from liger_hw.kernels._logits import alignment, body_mask, body_pointer, edge_columns, row_at, row_gradient_config
+from liger_hw.kernels._scores import (
     LOWEST_FINITE,
-    alignment,
-    body_mask,
-    body_pointer,
-    edge_columns,
     log_of,
     needed_scale,
     power_unit_of,
-    row_at,
-    row_gradient_config,
     row_softmax,
     scaled,
     score,
     unit_of,
 )
-from liger_hw.kernels._math import two_on_a_core
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
