@@ -20,7 +20,7 @@ from liger_hw import _torch
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.hooks import only_gathers
-from liger_hw.patching.lazy_logits import HeadFunction, recording_and_hooks
+from liger_hw.patching.lazy_logits import lazy_logits, recording_and_hooks
 from liger_hw.patching.lora import HELPERS, layer_pins, variant
 from liger_hw.patching.match import Match
 from liger_hw.patching.swapping import ARMED, patched_class, swap
@@ -124,7 +124,7 @@ class HeadMatch(Match):
                 armed_forward.unsharded.extend(_torch.keep_unsharded(self))
             if torch.compiler.is_compiling():
                 return TracedLogits.after(self, hidden)
-            return HeadFunction.apply(hidden, weight, self.bias, armed_forward)
+            return lazy_logits(hidden, weight, self.bias, armed_forward)
 
         return {"__call__": call, "forward": forward, "liger_is_head": True}
 
@@ -164,7 +164,7 @@ class LoraHeadMatch(Match):
                 weight.append(self.lora_B[name].weight)
             kept = [w for rows, w in zip(hidden, weight) if rows.requires_grad]  # PEFT's layers keep these
             hidden, weight = torch.cat(hidden, -1), torch.cat(weight, 1)
-            return HeadFunction.apply(hidden, weight, self.base_layer.bias, armed_forward, kept)
+            return lazy_logits(hidden, weight, self.base_layer.bias, armed_forward, kept)
 
         return {"forward": forward, "liger_is_head": True}
 

@@ -6,8 +6,8 @@ of rows or of the vocabulary, another shape). A loss that understands the record
 and weight, a chunk of rows at a time. Every other function of torch computes the logits below autograd
 (`__torch_dispatch__`), so gradients, hooks, grad modes, views and in-place writes are torch's own.
 
-    hidden, weight, bias -> HeadFunction -> StepFunction ... -> FusedFunction -> loss
-                               logits         logits / 2.0        cross entropy
+    hidden, weight, bias -> HeadFunction, ViewFunction -> StepFunction ... -> FusedFunction -> loss
+                                   logits                  logits / 2.0        cross entropy
 
 The backward runs through the same nodes. `FusedFunction` returns a `LossGradient` in place of the gradient of the
 logits. It carries the gradients of hidden states, weight and bias; `HeadFunction` unwraps it. If a hook or a second
@@ -445,6 +445,27 @@ class HeadFunction(FunctionOfLazyLogits):
             rows.sum(0).to(bias.dtype) if learns[2] else None,
             *(None, None),
         )
+
+
+class ViewFunction(FunctionOfLazyLogits):
+    """Autograd function after `HeadFunction` that keeps nothing, as the view that F.linear returns.
+
+    A backward that ends at the logits (`inputs=[logits]`) executes it alone, and so frees nothing.
+    """
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.set_materialize_grads(False)
+        return LazyLogits(logits.cell)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def lazy_logits(*arguments):
+    """Return the `LazyLogits` of a head; the arguments are those of `HeadFunction`."""
+    return ViewFunction.apply(HeadFunction.apply(*arguments))
 
 
 def _refuse_changed(source, read):

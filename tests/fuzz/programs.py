@@ -241,6 +241,21 @@ def gradient_of_logits(side, choice):
         side.value = torch.autograd.grad(side.out.loss, side.out.logits, retain_graph=True)[0]
 
 
+def backward_to_logits(side, choice):
+    """A backward that ends at the logits, then one from them or from the loss to the weights."""
+    if side.out is None or side.out.loss is None or not side.out.loss.requires_grad or side.written:
+        return
+    loss, logits = side.out.loss, side.out.logits
+    # torch frees the number of a product that the backward passes
+    retain = side.model.config.model_type in ("gemma2", "granite") or choice % 2 == 0
+    (loss if choice // 2 % 2 else logits.square().mean()).backward(inputs=[logits], retain_graph=retain)
+    side.value = logits.grad
+    if choice // 4 % 2:
+        logits.backward(logits.grad)
+    else:
+        loss.backward()
+
+
 # AdamW's step is lr g / (|g| + eps): with torch's eps of 1e-8 the sign of a rounding would move a weight by lr
 OPTIMIZERS = (
     lambda p: torch.optim.SGD(p, 0.05), lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-2),
@@ -808,6 +823,7 @@ ACTIONS = (
     clone_of_outputs, around, outer_checkpoint, functional, second_order, generate, evaluate, compiled,
     two_forwards, training_step, training_step, write_value, access, kept_by_hook, monkey_patched, soft_losses,
     written_before_backward, copied_by_hooks, backward_within, attributed, numbers_of_other_types,
+    backward_to_logits,
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from torch.utils.dlpack import from_dlpack
 
 import liger_hw
 from liger_hw._torch import FORBID_MEMORY
-from liger_hw.patching.lazy_logits import Forward, HeadFunction, LazyLogits
+from liger_hw.patching.lazy_logits import Forward, HeadFunction, LazyLogits, lazy_logits
 from liger_hw.patching.record import scale_and_softcap
 
 pytestmark = pytest.mark.usefixtures("recognised_once")
@@ -43,7 +43,7 @@ class Pair:
         self.leaves = [leaf(2, 5, 8), leaf(12, 8), leaf(12)]
         forward = Forward()
         forward.recording = recording
-        self.lazy = HeadFunction.apply(*(ours for ours, _ in self.leaves), forward)
+        self.lazy = lazy_logits(*(ours for ours, _ in self.leaves), forward)
         self.real = torch.nn.functional.linear(*(plain for _, plain in self.leaves))
 
     def both(self):
@@ -396,6 +396,10 @@ PROGRAMS = {
         out.logits.grad_fn.register_prehook(lambda grads: tuple(2 * g for g in grads)), out.loss.backward(),
     ),
     "scaled loss": lambda out: (out.loss * 1024).backward(),
+    "to the logits, then the loss": lambda out: (out.logits.sum().backward(inputs=[out.logits]), out.loss.backward()),
+    "the loss to the logits, then they": lambda out: (
+        out.loss.backward(inputs=[out.logits]), out.logits.backward(out.logits.grad),
+    ),
     "two backwards": lambda out: (out.loss.backward(retain_graph=True), out.logits.sum().backward()),
     "a function of the user's": lambda out: (Double.apply(out.logits).square().mean() + out.loss).backward(),
     "checkpoint": lambda out: torch.utils.checkpoint.checkpoint(

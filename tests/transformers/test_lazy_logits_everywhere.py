@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from liger_hw.patching.lazy_logits import Forward, HeadFunction
+from liger_hw.patching.lazy_logits import Forward, lazy_logits
 
 pytest.importorskip("expecttest")  # torch's list of operations needs it
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
@@ -62,7 +62,7 @@ def _differs(operation, sample):
     hidden, head = _operands(x)
     forward = Forward()
     forward.recording = False
-    logits = HeadFunction.apply(hidden, head, None, forward)
+    logits = lazy_logits(hidden, head, None, forward)
     found = _outcome(function, logits, hidden)
     if isinstance(expected, type) or isinstance(found, type):
         return found is not expected
