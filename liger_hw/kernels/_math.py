@@ -1,9 +1,12 @@
-"""Triton functions that several kernel files share."""
+"""Numbers and Triton functions that several kernel files share."""
 
 from liger_hw._triton import interpreting, tl, triton
 
 INTERPRETED = tl.constexpr(interpreting())
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.0e38)  # start of a running maximum: with -inf a row of -inf would compute inf - inf
+LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)  # the same where any logit may be the largest
 
 
 @triton.jit

@@ -1,11 +1,7 @@
 """Compute scores of logits, which have a scale and a softcap, and their softmax."""
 
 from liger_hw._triton import tl, triton
-from liger_hw.kernels._math import LOG2_E
-
-LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-3.0e38)  # start of a running maximum: with -inf a row of -inf would compute inf - inf
-LOWEST_FINITE = tl.constexpr(-3.4028234663852886e38)  # the same where any logit may be the largest
+from liger_hw.kernels._math import LN_2, LOG2_E
 
 
 @triton.jit

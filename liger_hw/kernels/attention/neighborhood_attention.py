@@ -21,8 +21,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw, widen
-from liger_hw.kernels._math import in_row
-from liger_hw.kernels._scores import LOG2_E, LOWEST
+from liger_hw.kernels._math import LOG2_E, LOWEST, in_row
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 

@@ -37,16 +37,8 @@ from liger_hw.kernels._math import in_row, rounded
 from liger_hw.kernels._partials import ONE_PROGRAM, add_partials, partial_sums
 from liger_hw.kernels._rows import in_order
 from liger_hw.kernels.attention.rope import rope, validate_rotation
-from liger_hw.kernels.attention.rope.heads import (
-    LAYOUTS,
-    empty_output,
-    empty_outputs,
-    heads_and_strides,
-    heads_inside,
-    load_angles,
-    load_pairs,
-    store_pairs,
-)
+from liger_hw.kernels.attention.rope.heads import empty_output, empty_outputs, heads_and_strides, heads_inside
+from liger_hw.kernels.attention.rope.pairs import LAYOUTS, load_angles, load_pairs, store_pairs
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.kernels.norms.rms_norm.kernels import before_weight, rstd_of, square
 from liger_hw.launch import launch

@@ -28,9 +28,8 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw, uncast, widen
 from liger_hw.kernels._configs import row_block
-from liger_hw.kernels._math import in_row, in_tile
+from liger_hw.kernels._math import LOG2_E, LOWEST_FINITE, in_row, in_tile
 from liger_hw.kernels._rows import rows_and_cols, rows_of
-from liger_hw.kernels._scores import LOG2_E, LOWEST_FINITE
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 

@@ -25,10 +25,9 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw, uncast, widen
 from liger_hw.kernels._configs import row_block
-from liger_hw.kernels._math import in_row, in_tile, load_parameter
+from liger_hw.kernels._math import LOG2_E, LOWEST, in_row, in_tile, load_parameter
 from liger_hw.kernels._partials import add_partials, partial_sums, programs_for_blocks
 from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
-from liger_hw.kernels._scores import LOG2_E, LOWEST
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, row_warps, tuned
 

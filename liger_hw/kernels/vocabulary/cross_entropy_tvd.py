@@ -16,8 +16,8 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._logits import padded_columns, padded_row_config, padded_rows, row_gradient_config
-from liger_hw.kernels._math import in_row
-from liger_hw.kernels._scores import LN_2, LOG2_E, LOWEST_FINITE, online_softmax, row_softmax
+from liger_hw.kernels._math import LN_2, LOG2_E, LOWEST_FINITE, in_row
+from liger_hw.kernels._scores import online_softmax, row_softmax
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_op_labels
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, selected_rows
 from liger_hw.launch import launch

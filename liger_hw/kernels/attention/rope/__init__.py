@@ -18,15 +18,8 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype, refuse
 from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels._math import in_row, rounded
-from liger_hw.kernels.attention.rope.heads import (
-    LAYOUTS,
-    empty_outputs,
-    heads_and_strides,
-    heads_inside,
-    load_angles,
-    load_pairs,
-    store_pairs,
-)
+from liger_hw.kernels.attention.rope.heads import empty_outputs, heads_and_strides, heads_inside
+from liger_hw.kernels.attention.rope.pairs import LAYOUTS, load_angles, load_pairs, store_pairs
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned

@@ -4,16 +4,8 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._configs import two_on_a_core
 from liger_hw.kernels._logits import alignment, body_mask, body_pointer, edge_columns, row_at, row_gradient_config
-from liger_hw.kernels._scores import (
-    LOWEST_FINITE,
-    log_of,
-    needed_scale,
-    power_unit_of,
-    row_softmax,
-    scaled,
-    score,
-    unit_of,
-)
+from liger_hw.kernels._math import LOWEST_FINITE
+from liger_hw.kernels._scores import log_of, needed_scale, power_unit_of, row_softmax, scaled, score, unit_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 

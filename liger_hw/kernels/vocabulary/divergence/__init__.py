@@ -20,7 +20,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._logits import alignment, body_mask, body_pointer, edge_columns, row_at
-from liger_hw.kernels._scores import LN_2, LOG2_E
+from liger_hw.kernels._math import LN_2, LOG2_E
 from liger_hw.kernels.vocabulary._fp16 import kept_dtype
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
 from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES

@@ -14,8 +14,8 @@ from liger_hw.backends import device_of
 from liger_hw.dispatch import widen
 from liger_hw.kernels import _logits
 from liger_hw.kernels._logits import padded_columns, padded_rows
-from liger_hw.kernels._math import in_row
-from liger_hw.kernels._scores import LN_2, LOG2_E, LOWEST, online_softmax, row_softmax
+from liger_hw.kernels._math import LN_2, LOG2_E, LOWEST, in_row
+from liger_hw.kernels._scores import online_softmax, row_softmax
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 

@@ -5,7 +5,8 @@ import torch
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._logits import alignment, body_mask, body_pointer, edge_columns, row_at, row_gradient_config
-from liger_hw.kernels._scores import LN_2, LOG2_E, LOWEST_FINITE, needed_scale, power_unit_of, scaled, score, unit_of
+from liger_hw.kernels._math import LN_2, LOG2_E, LOWEST_FINITE
+from liger_hw.kernels._scores import needed_scale, power_unit_of, scaled, score, unit_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
