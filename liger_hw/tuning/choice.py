@@ -18,16 +18,19 @@ _overrides: dict[str, Config] = {}
 _recorded: set | None = None  # (tuned function, numbers, device) of each look-up; None while nothing records
 
 
-def tuned(heuristic):
+def tuned(heuristic, name=None):
     """Make a heuristic the default of a configuration that tables override.
 
-    `liger_hw/tuning/__init__.py` describes heuristics, tables, and the order of the choice. The heuristic's arguments
-    are numbers, such as a width and an item size, and the device.
+    `liger_hw/tuning/__init__.py` describes heuristics, tables, and the order of the choice.
+
+    Args:
+        heuristic: takes numbers, such as a width and an item size, and the device.
+        name: of a kernel in the heuristic's file; by default the heuristic's without `_config`.
 
     Raises:
         ValueError: two modules have a heuristic of this name.
     """
-    module, name = heuristic.__module__, heuristic.__name__.removesuffix("_config")
+    module, name = heuristic.__module__, name or heuristic.__name__.removesuffix("_config")
     if name in CONFIGS and CONFIGS[name].__module__ != module:
         raise ValueError(f"two kernels are called {name}: in {CONFIGS[name].__module__} and in {module}")
 

@@ -131,20 +131,10 @@ def softmax_forward_config(cols, itemsize, device):
 
 
 @tuned
-def softmax_backward_config(cols, itemsize, device):
-    return _backward_config(cols, itemsize, device)
-
-
-@tuned
 def sparsemax_forward_config(cols, itemsize, device):
     # 4096 x 128256 take 1.41 ms in eight blocks, and 2.20 in thirty-two (H200)
     block = power_of_2(min(cols // 8, 16 * device.max_threads))
     return _config(cols, device, 2, (max(block, 4 * device.max_threads), 8))
-
-
-@tuned
-def sparsemax_backward_config(cols, itemsize, device):
-    return _backward_config(cols, itemsize, device)
 
 
 def _backward_config(cols, itemsize, device):
@@ -152,6 +142,10 @@ def _backward_config(cols, itemsize, device):
     # More than 32 bytes a lane spill.
     values = 32 // itemsize if cols % 8 == 0 else 4
     return _config(cols, device, 2, (values * device.max_threads, max(values, 8)))
+
+
+softmax_backward_config = tuned(_backward_config, "softmax_backward")
+sparsemax_backward_config = tuned(_backward_config, "sparsemax_backward")
 
 
 @triton.jit

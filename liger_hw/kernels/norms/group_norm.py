@@ -117,19 +117,13 @@ def _loop(positions, elements, device):
     return replace(config, meta=config.meta | {"STAGES": 3 if device.async_copy else 1})
 
 
-@tuned
-def group_norm_statistics_config(channels, device):
-    return _channels_config(channels, device)
-
-
-@tuned
-def group_norm_group_sums_config(channels, device):
-    return _channels_config(channels, device)
-
-
 def _channels_config(channels, device):
     block = min(power_of_2(channels), 2048)
     return Config({"COLS": block}, row_warps(block, device, per_lane=4))
+
+
+group_norm_statistics_config = tuned(_channels_config, "group_norm_statistics")
+group_norm_group_sums_config = tuned(_channels_config, "group_norm_group_sums")
 
 
 @triton.jit(do_not_specialize=["rows"])

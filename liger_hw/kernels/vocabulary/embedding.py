@@ -70,16 +70,6 @@ def _(weight, indices, *options, **named):
     return Cost(2 * rows + indices.nbytes, rows + weight.nbytes + indices.nbytes, 2 * indices.numel(), values)
 
 
-@tuned
-def embedding_backward_config(width, itemsize, device):
-    return _block(width, itemsize, device)
-
-
-@tuned
-def embedding_add_parts_config(width, itemsize, device):
-    return _block(width, itemsize, device)
-
-
 def _block(width, itemsize, device):
     """Return 8 rows of 2 KiB, or 4 where a lane has 64 registers.
 
@@ -88,6 +78,10 @@ def _block(width, itemsize, device):
     """
     block = min(width, 2048 // itemsize)
     return Config({"ROWS": min(8, device.registers // 16), "COLS": block}, row_warps(block, device, 16 // itemsize))
+
+
+embedding_backward_config = tuned(_block, "embedding_backward")
+embedding_add_parts_config = tuned(_block, "embedding_add_parts")
 
 
 @triton.jit

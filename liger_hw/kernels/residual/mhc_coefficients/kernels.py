@@ -36,20 +36,14 @@ def mhc_project_backward_config(cols, streams, itemsize, device):
     return Config({"COLS": block, "DEPTH": depth}, lanes // device.warp_size, stages, programs=12)
 
 
-@tuned
-def mhc_coefficients_forward_config(streams, device):
-    return _few_lanes_a_row(streams, device)
-
-
-@tuned
-def mhc_coefficients_backward_config(streams, device):
-    return _few_lanes_a_row(streams, device)
-
-
 def _few_lanes_a_row(streams, device):
     # each sum of an iteration waits for the one before, so the 4 values a lane leave few steps between lanes
     rows = max(1, 4 * device.warp_size // power_of_2(streams) ** 2)
     return Config({"ROWS": rows}, num_warps=1, programs=8)
+
+
+mhc_coefficients_forward_config = tuned(_few_lanes_a_row, "mhc_coefficients_forward")
+mhc_coefficients_backward_config = tuned(_few_lanes_a_row, "mhc_coefficients_backward")
 
 
 @triton.jit(do_not_specialize=["rows"])
