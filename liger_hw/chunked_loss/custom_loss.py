@@ -15,7 +15,7 @@ def with_gradients(function, *tensors, grad_output=None):
     would underflow. Autograd rounds a gradient to its tensor's dtype after the multiplication by the loss scale.
 
     Args:
-        function: returns (loss, *others).
+        function: returns the loss, or (loss, *others).
         tensors: each may be None.
         grad_output: gradient of the first output; ones by default.
 
@@ -45,7 +45,7 @@ def keep_gradients(ctx, function, *tensors):
     In fp16 it keeps the graph instead: gradients rounded before the loss scale is known would underflow.
 
     Args:
-        ctx: of an autograd function. function: returns (loss, *others). tensors: each may be None.
+        ctx: of an autograd function. function: returns the loss, or (loss, *others). tensors: each may be None.
 
     Returns:
         its outputs, the first detached.
@@ -86,7 +86,8 @@ def _with_graph(function, tensors):
     """Call `function` on detached leaves with the tensors' requires_grad: (loss, others, leaves)."""
     leaves = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
     with torch.set_grad_enabled(any(leaf is not None and leaf.requires_grad for leaf in leaves)):
-        loss, *others = function(*leaves)
+        returned = function(*leaves)
+    loss, *others = returned if isinstance(returned, tuple) else (returned,)
     return loss, others, leaves
 
 

@@ -20,9 +20,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _with_metrics(output):
-    """Split a preference loss's output into (loss, tuple of the metrics)."""
-    loss, *metrics = output
+def _with_metrics(function, *args, **options):
+    """Call a preference loss; return (loss, tuple of the metrics)."""
+    loss, *metrics = function(*args, **options)
     return loss, tuple(metrics)
 
 
@@ -65,10 +65,8 @@ def liger_fused_linear_dpo(
     smooths = PAIR_LOSSES[loss_type].smooths and loss_type != "sigmoid"  # liger_kernel's ignores it there
     label_smoothing = label_smoothing if smooths else 0.0
     return _with_metrics(
-        preference_loss(
-            _input, weight, target, bias, loss_type, beta, label_smoothing, alpha if compute_nll_loss else 0.0,
-            average_log_prob, ignore_index=ignore_index, **ref, **options,
-        )
+        preference_loss, _input, weight, target, bias, loss_type, beta, label_smoothing,
+        alpha if compute_nll_loss else 0.0, average_log_prob, ignore_index=ignore_index, **ref, **options,
     )  # fmt: skip
 
 
@@ -79,10 +77,8 @@ def liger_fused_linear_cpo(
     """Compute `preference_loss` without a reference model: see `LigerFusedLinearCPOLoss`."""
     alpha = alpha if compute_nll_loss else 0.0
     return _with_metrics(
-        preference_loss(
-            _input, weight, target, bias, "sigmoid", beta, label_smoothing, alpha, average_log_prob,
-            ignore_index=ignore_index,
-        )
+        preference_loss, _input, weight, target, bias, "sigmoid", beta, label_smoothing, alpha, average_log_prob,
+        ignore_index=ignore_index,
     )  # fmt: skip
 
 
@@ -93,10 +89,8 @@ def liger_fused_linear_simpo(
     """Compute `preference_loss` of averaged log-probabilities with a margin: see `LigerFusedLinearSimPOLoss`."""
     alpha = alpha if compute_nll_loss else 0.0
     return _with_metrics(
-        preference_loss(
-            _input, weight, target, bias, "simpo", beta, label_smoothing, alpha, True, ignore_index=ignore_index,
-            gamma=gamma,
-        )
+        preference_loss, _input, weight, target, bias, "simpo", beta, label_smoothing, alpha, True,
+        ignore_index=ignore_index, gamma=gamma,
     )  # fmt: skip
 
 
@@ -121,10 +115,8 @@ def liger_fused_linear_kto(
     """Compute `unpaired_preference_loss`: see `LigerFusedLinearKTOLoss`."""
     ref = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
     return _with_metrics(
-        unpaired_preference_loss(
-            _input, weight, target, preference_labels, bias, "kto", beta, average_log_prob, ignore_index=ignore_index,
-            kl=0.0 if kl is None else kl, **ref,
-        )
+        unpaired_preference_loss, _input, weight, target, preference_labels, bias, "kto", beta, average_log_prob,
+        ignore_index=ignore_index, kl=0.0 if kl is None else kl, **ref,
     )  # fmt: skip
 
 

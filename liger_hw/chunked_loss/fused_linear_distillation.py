@@ -1,5 +1,7 @@
 """Base class for a program's own distillation losses, with liger_kernel's interface."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
@@ -65,7 +67,7 @@ class LigerFusedLinearDistillationBase(CustomLoss):
             return logits_loss(part, x.flatten(0, -2), weight, bias, (target, teacher_input)) / count
 
         tensors = student_input, student_weight, student_bias
-        (loss,) = keep_gradients(ctx, lambda *leaves: (mean_of(both, *leaves),), *tensors)
+        (loss,) = keep_gradients(ctx, functools.partial(mean_of, both), *tensors)
         if not return_soft_hard_loss:
             return loss
         detached = [None if x is None else x.detach() for x in tensors]

@@ -161,12 +161,6 @@ def LigerFusedAddRMSNormFunction(X, R, W, eps, offset=0.0, casting_mode="llama",
 
 
 @function_class
-def LigerModulatedRMSNormFunction(X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True):
-    """Call `liger_modulated_rms_norm`."""
-    return functional.liger_modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
-
-
-@function_class
 def LigerSiLUMulFunction(a, b, gate_multiplier=1.0, down_multiplier=1.0):
     """Return silu(gate_multiplier * a) * b * down_multiplier."""
     y = swiglu(a if gate_multiplier == 1.0 else a * gate_multiplier, b)
@@ -256,6 +250,7 @@ _SAME_PARAMETERS = {
     "LigerFusedLinearKLDivFunction": functional.liger_fused_linear_kl_div,
     "LigerLayerNormFunction": functional.liger_layer_norm,
     "LigerGroupNormFunction": functional.liger_group_norm,
+    "LigerModulatedRMSNormFunction": functional.liger_modulated_rms_norm,
     "LigerPolyNormFunction": functional.liger_poly_norm,
     "LigerDyTFunction": functional.liger_dyt,
     "LigerGELUMulFunction": functional.liger_geglu,

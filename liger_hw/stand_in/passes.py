@@ -83,7 +83,7 @@ def jsd_forward(_input, target, shift_labels, beta, ignore_index, has_label, jsd
     """Return (loss, gradient of `_input`) of `LigerJSDFunction`."""
     labels = shift_labels if has_label else None
     (loss,), (gradient, _) = with_gradients(
-        lambda x, target: (functional.liger_jsd(x, target, labels, beta, ignore_index),),
+        lambda x, target: functional.liger_jsd(x, target, labels, beta, ignore_index),
         _input.detach().requires_grad_(), target.detach(),
     )  # fmt: skip
     return loss.to(_input.dtype), gradient
@@ -102,10 +102,8 @@ def fused_linear_jsd_forward(
     labels = shift_labels if has_label else None
 
     def loss_of(x, weight, teacher_x, teacher_weight):
-        return (
-            functional.liger_fused_linear_jsd(
-                x, weight, teacher_x, teacher_weight, labels, jsd_beta, ignore_index, temperature, accum_dtype
-            ),
+        return functional.liger_fused_linear_jsd(
+            x, weight, teacher_x, teacher_weight, labels, jsd_beta, ignore_index, temperature, accum_dtype
         )
 
     teacher = teacher_input.detach(), teacher_weight.detach()
@@ -126,10 +124,8 @@ def fused_linear_kl_div_forward(
     labels = shift_labels if has_label else None
 
     def loss_of(x, weight):
-        return (
-            functional.liger_fused_linear_kl_div(
-                x, weight, target, labels, reduction, ignore_index, temperature, eps, accum_dtype
-            ),
+        return functional.liger_fused_linear_kl_div(
+            x, weight, target, labels, reduction, ignore_index, temperature, eps, accum_dtype
         )
 
     (loss,), gradients = with_gradients(loss_of, student_input, student_weight)
