@@ -300,23 +300,18 @@ def _grid(config, rows, positions):
 @_group_norm_forward.backward()
 def _group_norm_backward(x, weight, bias, num_groups, mean, rstd, dy, *, dx, dweight, dbias):
     dy_sums, product_sums = (dy.new_zeros(x.shape[:2], dtype=torch.float32) for _ in range(2))
-    if x.numel():
-        _launch_backward(
-            x.contiguous(), num_groups, in_order(weight), mean, rstd, dy.contiguous(), dy_sums, product_sums, dx
-        )
-    add_partials(product_sums, dweight)
-    add_partials(dy_sums, dbias)
-
-
-def _launch_backward(x, num_groups, weight, mean, rstd, dy, dy_sums, product_sums, dx):
+    x, weight, dy = x.contiguous(), in_order(weight), dy.contiguous()
     samples, channels, group_channels, positions = _sizes(x, num_groups)
     rows, shape, device = samples * channels, (positions, x.element_size()), device_of(x)
-    config = group_norm_channel_sums_config(*shape, device)
-    launch(
-        group_norm_channel_sums, (-(-rows // config["ROWS"]), 1, 1), config,
-        x, dy, mean, rstd, dy_sums, product_sums, rows, group_channels, positions,
-    )  # fmt: skip
-    if dx is None:
+    if x.numel():
+        config = group_norm_channel_sums_config(*shape, device)
+        launch(
+            group_norm_channel_sums, (-(-rows // config["ROWS"]), 1, 1), config,
+            x, dy, mean, rstd, dy_sums, product_sums, rows, group_channels, positions,
+        )  # fmt: skip
+    add_partials(product_sums, dweight)
+    add_partials(dy_sums, dbias)
+    if dx is None or not x.numel():
         return
     shift, along = torch.empty_like(mean), torch.empty_like(mean)
     launch(

@@ -4,16 +4,10 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from liger_hw._triton import tl, triton
-from liger_hw.backends import device_of
 from liger_hw.kernels._configs import norm_backward_config, norm_forward_config, norm_wide_sums_config, widest_block
 from liger_hw.kernels._math import in_row, in_tile, load_parameter, rounded, sigmoid
-from liger_hw.kernels._partials import add_partials, partial_sums, programs_for_blocks
-from liger_hw.kernels._rows import rows_and_cols, rows_of, rows_or_none
 from liger_hw.kernels.norms.rms_norm.kernels import before_weight, load_rows, rstd_of, square
-from liger_hw.launch import launch
 from liger_hw.tuning import Config, row_warps, tuned
 
 
@@ -313,76 +307,3 @@ def modulation_gradients(
         tl.store(DW_OUT + at, tl.sum(dnormed, 0)[None, :] * factor, valid)
     if DSHIFT_OUT is not None:
         tl.store(DSHIFT_OUT + at, tl.sum(dshift, 0)[None, :], valid)
-
-
-def forward_rows(x, gate, shift, weight, y, form):
-    """Write to `y` the normalised rows of `x`, gated and shifted."""
-    rows, cols = rows_and_cols(x)
-    width, groups, *_ = constants = form.constants(cols)
-    read = 1 + _has_gate_per_row(gate, form, rows)
-    config = gated_rms_norm_forward_config(width, x.element_size(), read, device_of(x))
-    (x, x_stride), (gate, gate_stride), (shift, shift_stride) = rows_of(x), rows_or_none(gate), rows_or_none(shift)
-    launch(
-        gated_rms_norm_forward, (-(-rows // config["ROWS"]) * groups, 1, 1), config,
-        x, gate, shift, weight, y, rows, _span(rows, form.gate_rows), x_stride, gate_stride, shift_stride, form.eps,
-        form.offset, *constants,
-    )  # fmt: skip
-
-
-def backward_rows(x, gate, weight, dy, dx, dgate, dshift, dweight, form):
-    """Write the gradients, each but `dx` unless it is None.
-
-    A `dshift` needs rows of the gate that several rows share: otherwise it is dy.
-    """
-    rows, cols = rows_and_cols(x)
-    if not cols:
-        return
-    width, groups, *_ = constants = form.constants(cols)
-    device, gate_per_row = device_of(x), _has_gate_per_row(gate, form, rows)
-    shared = gate is not None and not gate_per_row
-    spans = form.gate_rows if shared else 1
-    config = gated_rms_norm_backward_config(width, x.element_size(), 2 + gate_per_row, device)
-    (x, x_stride), (dy, dy_stride), (gate, gate_stride) = rows_of(x), rows_of(dy), rows_or_none(gate)
-    rstd = mean = None
-    if width > config["COLS"]:
-        rstd, mean = (dy.new_empty(rows * groups, dtype=torch.float32) for _ in range(2))
-        launch(
-            gated_rms_norm_sums, (rows * groups, 1, 1),
-            gated_rms_norm_sums_config(width, x.element_size(), device),
-            x, gate, weight, dy, rstd, mean, _span(rows, form.gate_rows), x_stride, gate_stride, dy_stride, form.eps,
-            form.offset, *constants,
-        )  # fmt: skip
-    span = rows // spans
-    blocks = groups * -(-width // config["COLS"])
-    programs = programs_for_blocks(config, rows * cols, span, blocks * spans)
-    if shared:
-        absent = dweight is None and dgate is None
-        dw = None if absent else dy.new_empty((programs * spans, cols), dtype=torch.float32)
-    else:
-        dw = partial_sums(dweight, programs)
-    shift_sums = None if dshift is None else dy.new_empty((programs * spans, cols), dtype=torch.float32)
-    launch(
-        gated_rms_norm_backward, (programs * spans * blocks, 1, 1), config,
-        x, gate, weight, dy, rstd, mean, dx, None if shared else dgate, dw, shift_sums, span, spans, x_stride,
-        gate_stride, dy_stride, form.eps, form.offset, *constants, shared,
-    )  # fmt: skip
-    if not shared:
-        add_partials(dw, dweight)
-        return
-    span_dw = partial_sums(dweight, spans)
-    config = modulation_gradients_config(cols, device)
-    launch(
-        modulation_gradients, (spans * -(-cols // config["COLS"]), 1, 1), config,
-        gate, dw, shift_sums, weight, dgate, dshift, span_dw, programs, spans, gate_stride, form.offset, cols,
-    )  # fmt: skip
-    add_partials(span_dw, dweight)
-
-
-def _has_gate_per_row(gate, form, rows):
-    """Tell whether every row of x has a row of the gate."""
-    return gate is not None and form.gate_rows == rows
-
-
-def _span(rows, gate_rows):
-    """Return how many consecutive rows share a row of the gate."""
-    return rows // gate_rows if gate_rows else 1
