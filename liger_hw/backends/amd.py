@@ -1,6 +1,7 @@
 """AMD GPUs, through ROCm, which PyTorch also calls "cuda"."""
 
 from functools import partial
+from os.path import commonprefix
 
 import torch
 
@@ -93,11 +94,7 @@ def nearest(arch: str) -> Device:
 
     So an unknown GPU of gfx12, whose waves have 32 lanes, gets the facts of gfx1200, a Radeon.
     """
-
-    def common_letters(known: str) -> int:
-        return next((i for i, (a, b) in enumerate(zip(known, arch)) if a != b), min(len(known), len(arch)))
-
-    return max(ARCHS.values(), key=lambda known: (len(known.arch) == len(arch), common_letters(known.arch)))
+    return max(ARCHS.values(), key=lambda known: (len(known.arch) == len(arch), len(commonprefix([known.arch, arch]))))
 
 
 def describe(device: torch.device) -> Device:

@@ -168,6 +168,10 @@ class ChunkedHead:
                 gradients.add(part, logits)
         return gradients and gradients.finished()
 
+    def gradients(self, step, *needs_grad):
+        """Return the gradients of `run`, None for unneeded ones."""
+        return none_if_unneeded(self.run(step, needs_grad), needs_grad)
+
 
 def wide_dtype(x):
     return torch.promote_types(x.dtype, torch.float32)
@@ -257,11 +261,11 @@ def empty_gradients(x, weight, bias, needs_grad, in_forward=False):
     )
 
 
-def gradients_or_none(gradients, *needs_grad):
-    """Return the gradients, None for unneeded ones."""
+def none_if_unneeded(gradients, needs_grad):
     return tuple(gradient if needed else None for gradient, needed in zip(gradients, needs_grad))
 
 
-def empty_gradients_or_none(x, weight, bias, x_grad, weight_grad, bias_grad):
+def gradient_memory(x, weight, bias, x_grad, weight_grad, bias_grad):
+    """Return memory for the gradients, None for unneeded ones."""
     needs_grad = x_grad, weight_grad, bias_grad
-    return gradients_or_none(empty_gradients(x, weight, bias, needs_grad), *needs_grad)
+    return none_if_unneeded(empty_gradients(x, weight, bias, needs_grad), needs_grad)

@@ -29,8 +29,7 @@ from liger_hw.kernels.vocabulary.chunked_head import (
     MiB,
     Plan,
     empty_gradients,
-    empty_gradients_or_none,
-    gradients_or_none,
+    gradient_memory,
     needed_gradients,
     prepare_head,
     wide_dtype,
@@ -201,7 +200,7 @@ def _fused_linear_cross_entropy(
     return loss, z_loss, partition, predicted, entropy, *ChunkedHead(x, weight, bias, plan).run(step, needed, True)
 
 
-@_fused_linear_cross_entropy.backward(empty_gradients_or_none, without_gradient="z_loss predicted entropy")
+@_fused_linear_cross_entropy.backward(gradient_memory, without_gradient="z_loss predicted entropy")
 def _fused_linear_cross_entropy_backward(
     x, weight, bias, targets, partition, dloss, formula, plan, *, x_grad, weight_grad, bias_grad
 ):  # fmt: skip
@@ -209,8 +208,7 @@ def _fused_linear_cross_entropy_backward(
         part_targets = targets._replace(target=targets.target[part])
         _rows(plan).backward_rows(logits, part_targets, formula, partition[part], dloss[part])
 
-    needs_grad = x_grad, weight_grad, bias_grad
-    return gradients_or_none(ChunkedHead(x, weight, bias, plan).run(step, needs_grad), *needs_grad)
+    return ChunkedHead(x, weight, bias, plan).gradients(step, x_grad, weight_grad, bias_grad)
 
 
 class FusedLinearCrossEntropySumFunction(GradientsInForward):

@@ -17,15 +17,7 @@ from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels.vocabulary import sharded_head
 from liger_hw.kernels.vocabulary._products import linear
-from liger_hw.kernels.vocabulary.chunked_head import (
-    ChunkedHead,
-    MiB,
-    Plan,
-    empty_gradients_or_none,
-    gradients_or_none,
-    prepare_head,
-    wide_dtype,
-)
+from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, MiB, Plan, gradient_memory, prepare_head, wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy import formula as ce_formula
 from liger_hw.kernels.vocabulary.selective_log_softmax import formula, kernels
 from liger_hw.kernels.vocabulary.vocabulary_parallel import SelectedRows
@@ -130,9 +122,7 @@ def _fused_linear_selective_log_softmax(
     ChunkedHead(x, weight, bias, plan).run(step)
 
 
-@_fused_linear_selective_log_softmax.backward(
-    empty_gradients_or_none, without_gradient="is_top1 mean_logits log_sum_sq_probs"
-)
+@_fused_linear_selective_log_softmax.backward(gradient_memory, without_gradient="is_top1 mean_logits log_sum_sq_probs")
 def _fused_linear_selective_log_softmax_backward(
     x, weight, bias, tokens, scaling, plan, entropy_needed, entropy, partition, lse_needed: bool,
     dlog_probs, dentropy, dlse, *, x_grad, weight_grad, bias_grad,
@@ -142,8 +132,7 @@ def _fused_linear_selective_log_softmax_backward(
         part_statistics = entropy[part] if entropy_needed else None, partition[part]
         row_functions(plan).backward_rows(logits, tokens[part], scaling, *part_statistics, *incoming)
 
-    needs_grad = x_grad, weight_grad, bias_grad
-    return gradients_or_none(ChunkedHead(x, weight, bias, plan).run(step, needs_grad), *needs_grad)
+    return ChunkedHead(x, weight, bias, plan).gradients(step, x_grad, weight_grad, bias_grad)
 
 
 def _by_counted_rows(with_kernels, call, x, weight, bias, tokens, scaling):

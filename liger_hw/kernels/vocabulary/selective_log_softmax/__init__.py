@@ -16,15 +16,8 @@ import torch
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels._logits import empty_gradient
-from liger_hw.kernels.vocabulary.selective_log_softmax.formula import (
-    Scaling,
-    SelectedLogProbs,
-    check_tokens,
-    empty_rows,
-    output_of,
-    selected_rows,
-)
-from liger_hw.kernels.vocabulary.selective_log_softmax.kernels import backward_rows, forward_rows
+from liger_hw.kernels.vocabulary.selective_log_softmax import formula, kernels
+from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, SelectedLogProbs
 
 __all__ = ["SelectedLogProbs", "selective_log_softmax"]
 
@@ -65,13 +58,13 @@ def selective_log_softmax(
         >>> log_probs = liger_hw.selective_log_softmax(torch.rand(3, 10), torch.tensor([1, 2, 3]))
     """
     call = selective_log_softmax.arguments(**locals())
-    return output_of(call, *selected_rows(*_prepare(call)))
+    return formula.output_of(call, *formula.selected_rows(*_prepare(call)))
 
 
 def _prepare(call):
     logits, tokens = call.logits, call.tokens
     check(logits.ndim >= 1 and logits.is_floating_point() and logits.shape[-1] > 0, "logits", logits, "floats (..., V)")
-    check_tokens(tokens, logits.shape[:-1], logits, logits.shape[-1], call.ignore_index)
+    formula.check_tokens(tokens, logits.shape[:-1], logits, logits.shape[-1], call.ignore_index)
     scaling = Scaling.of(call.ignore_index, call.softcap, call.logit_scale, call.temperature)
     return logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), scaling
 
@@ -86,12 +79,12 @@ def _(logits, *options, **named):
     return Cost(read, read + written, done, done)
 
 
-@raw(lambda logits, entropy_needed: empty_rows(logits, entropy_needed))
+@raw(lambda logits, entropy_needed: formula.empty_rows(logits, entropy_needed))
 def _selective_log_softmax(
     logits: torch.Tensor, tokens: torch.Tensor, scaling: Scaling, entropy_needed: bool,
     *, log_probs, entropy, lse, partition,
 ):  # fmt: skip
-    forward_rows(logits, tokens, scaling, log_probs, entropy if entropy_needed else None, lse, partition)
+    kernels.forward_rows(logits, tokens, scaling, log_probs, entropy if entropy_needed else None, lse, partition)
 
 
 @raw(empty_gradient)
@@ -99,7 +92,7 @@ def _selective_log_softmax_backward(
     logits: torch.Tensor, tokens: torch.Tensor, scaling: Scaling, entropy: torch.Tensor, partition: torch.Tensor,
     dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None, *, dlogits,
 ):  # fmt: skip
-    backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy, dlse, dlogits)
+    kernels.backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy, dlse, dlogits)
 
 
 @raw(mutates=["logits"])
@@ -107,7 +100,7 @@ def _selective_log_softmax_backward_in_place(
     logits: torch.Tensor, tokens: torch.Tensor, scaling: Scaling, entropy: torch.Tensor, partition: torch.Tensor,
     dlog_probs: torch.Tensor, dentropy: torch.Tensor | None, dlse: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy, dlse)
+    kernels.backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentropy, dlse)
 
 
 @_selective_log_softmax.backward()
@@ -136,4 +129,4 @@ def _(call):
         logits = logits.contiguous()
     in_place = call.in_place and not torch.compiler.is_compiling()
     options = scaling, call.return_entropy, call.return_lse, in_place
-    return output_of(call, *_selective_log_softmax.apply(logits, tokens.contiguous(), *options))
+    return formula.output_of(call, *_selective_log_softmax.apply(logits, tokens.contiguous(), *options))
