@@ -26,13 +26,14 @@ from liger_hw import backends
 from liger_hw import cli
 from liger_lab.levels import compiled, crosscompile, page
 from liger_lab.levels.evidence import COMPILED, EvidenceCell
+from liger_lab.levels.occupancy import occupancy
 
 vendor, arch = sys.argv[1:]
 name = f"{vendor}:{arch}"
 with backends.use_backend(name):
     device = backends.device_of(torch.empty(0))
 row = backends.ARCHITECTURES[name]
-full = device.core.occupancy(64, 0, 8)
+full = occupancy(device.core, 64, 0, 8)
 print(json.dumps({
     "compiled": [arch for arch in compiled.ARCHS if crosscompile.DEVICES[arch].vendor == vendor],
     "table": page.rows([EvidenceCell("rope", name, "bf16", COMPILED, 1, 0)])[0],

@@ -48,18 +48,6 @@ ROWS = (
 )
 # fmt: on
 ARCHS = {row.device.arch: row.device for row in ROWS}
-# Name of a card, as the driver has it -> memory bandwidth of its data sheet in GB/s. The whole name counts: an RTX 3080
-# has two memories under one name, laptop parts have others, and "A10" is also in "A100" and "RTX A1000".
-CARDS = {
-    "NVIDIA H100 80GB HBM3": 3350, "NVIDIA H100 PCIe": 2000, "NVIDIA H100 NVL": 3900, "NVIDIA H20": 4000,
-    "NVIDIA H200": 4800, "NVIDIA H200 NVL": 4800, "NVIDIA GH200 480GB": 4000, "NVIDIA A100-SXM4-80GB": 2039,
-    "NVIDIA A100 80GB PCIe": 1935, "NVIDIA A100-SXM4-40GB": 1555, "NVIDIA A100-PCIE-40GB": 1555, "NVIDIA A30": 933,
-    "NVIDIA RTX A6000": 768, "NVIDIA A40": 696, "NVIDIA A10": 600, "NVIDIA GeForce RTX 3090": 936,
-    "NVIDIA GeForce RTX 4090": 1008, "NVIDIA GeForce RTX 4080": 717, "NVIDIA RTX 6000 Ada Generation": 960,
-    "NVIDIA L40": 864, "NVIDIA L40S": 864, "NVIDIA L4": 300, "NVIDIA B200": 8000, "NVIDIA GB200": 8000,
-    "NVIDIA GeForce RTX 5090": 1792, "NVIDIA GeForce RTX 5080": 960,
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": 1792, "NVIDIA GB10": 273,
-}  # fmt: skip
 
 
 def owns(device: torch.device) -> bool:

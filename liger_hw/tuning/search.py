@@ -279,35 +279,6 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 5)
 
 
-class Call:
-    """A call of a `raw` function with its arguments, to be repeated.
-
-    Attributes:
-        written: the tensors among its arguments, if it writes to some of them.
-    """
-
-    def __init__(self, launches, args, repeatable):
-        self.launches, self.args = launches, args
-        self.written = () if repeatable else _tensors(args)
-
-    @torch.no_grad()  # as within an autograd.Function
-    def __call__(self):
-        return self.launches(*self.args)
-
-
-def calls_within(function) -> list[Call]:
-    """Run `function()`; return its calls of `raw` functions, as functions without arguments."""
-    calls = []
-
-    def remember(launches, args, repeatable):
-        calls.append(Call(launches, args, repeatable))
-        return launches(*args)
-
-    with hooks.observe(remember):
-        function()
-    return calls
-
-
 _tried = set()  # keys that `_call_and_tune` has tuned in this process
 
 

@@ -9,6 +9,7 @@ import pytest
 from liger_lab.levels import assembly, compile_cache, compiled, crosscompile, resources
 from liger_lab.levels.assembly import Access
 from liger_lab.levels.crosscompile import DEVICES, Launch, Resources
+from liger_lab.levels.occupancy import occupancy
 
 GOOD = Resources(64, 0, 0, 1024, accesses=(Access("k.py:1:1", "load", "X", 4096, 4096, 2, 1, {16: 2}),))
 
@@ -247,7 +248,7 @@ def test_the_usage_of_a_cubin():
     ("gfx1102", 96, 0, 8, 5, "registers"),
 ])  # fmt: skip
 def test_occupancy(arch, registers, shared, warps, programs, limit):
-    found = DEVICES[arch].core.occupancy(registers, shared, warps)
+    found = occupancy(DEVICES[arch].core, registers, shared, warps)
     assert (found.programs, found.limit) == (programs, limit)
     assert 0 < found.share <= 1
 

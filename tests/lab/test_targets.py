@@ -13,7 +13,7 @@ import pytest
 
 from liger_hw.dispatch import OPS
 from liger_lab.cases import CASES, DIFFERENTIABLE
-from liger_lab.levels import compile_cache, compiled, crosscompile
+from liger_lab.levels import compile_cache, compiled, crosscompile, occupancy
 from liger_lab.levels.crosscompile import DEVICES
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -40,7 +40,7 @@ def test_passes_every_gate(op, compiled_arch, cache):
         assert not compiled.judge(use.launch, result), (use.launch.kernel, use.shapes, use.launch.config)
         # LLVM leaves room for a few registers on CDNA: 7 waves of 61 to 63 registers, which the limits alone make 8.
         # Scalar registers, which they leave out, allow 6 waves even if a kernel uses all (embedding_backward).
-        modelled = DEVICES[compiled_arch].core.warps_by_registers(result.registers)
+        modelled = occupancy.warps_by_registers(DEVICES[compiled_arch].core, result.registers)
         counted = result.waves is None or min(modelled - 1, 6) <= result.waves <= modelled
         assert counted, f"LLVM counts {result.waves} waves, the limits allow {modelled}"
 

@@ -12,6 +12,7 @@ from liger_hw.backends import VENDORS, nvidia
 from liger_hw.hooks import hooks
 from liger_hw.tuning import HEURISTIC, LOCAL, Config, power_of_2, row_warps
 from liger_lab.cases import model_cases, step
+from liger_lab.cli.tune import Call, calls_within
 
 pytestmark = NEEDS_TRITON
 
@@ -201,7 +202,7 @@ class Computing(Bench):
     def __init__(self, monkeypatch, cost, result, written=()):
         super().__init__(monkeypatch, cost)
         self.result, self.written = result, written
-        self.function = tuning.search.Call(self.launches, (torch.ones(3), *written), not written)
+        self.function = Call(self.launches, (torch.ones(3), *written), not written)
 
     def launches(self, x, *written):
         self.config = made_up_config(1024, 2, H200)
@@ -306,7 +307,7 @@ def test_the_observer_sees_every_launch(monkeypatch):
         made.append(x)
         return x + 1
 
-    calls = tuning.search.calls_within(lambda: _observed(torch.ones(3)))
+    calls = calls_within(lambda: _observed(torch.ones(3)))
     assert len(calls) == 1 and len(made) == 1 and hooks.observer is before
     assert torch.equal(calls[0](), torch.full((3,), 2.0)) and len(made) == 2
 
@@ -320,7 +321,7 @@ def test_what_is_repeated_needs_no_gradients():
 
     x = torch.eye(3, requires_grad=True)
     with torch.no_grad():
-        (call,) = tuning.search.calls_within(lambda: _product(x))
+        (call,) = calls_within(lambda: _product(x))
     assert torch.equal(call(), torch.eye(3))
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 import torch
 
 from liger_hw import backends, console, dispatch, tuning
+from liger_hw.checkpointing.operations import tensors_in
 from liger_hw.cli.common import accelerators, add_command, show
+from liger_hw.hooks import hooks
 from liger_lab import contribution, terminal
 from liger_lab.cases import model_cases, step
 from liger_lab.cli import common
@@ -81,6 +83,35 @@ def _check(args, files: list[Path]) -> int | None:
     return 1 if every else None
 
 
+class Call:
+    """A call of a `raw` function with its arguments, to be repeated.
+
+    Attributes:
+        written: the tensors among its arguments, if it writes to some of them.
+    """
+
+    def __init__(self, launches, args, repeatable):
+        self.launches, self.args = launches, args
+        self.written = () if repeatable else list(tensors_in(args))
+
+    @torch.no_grad()  # as within an autograd.Function
+    def __call__(self):
+        return self.launches(*self.args)
+
+
+def calls_within(function) -> list[Call]:
+    """Run `function()`; return its calls of `raw` functions, as functions without arguments."""
+    calls = []
+
+    def remember(launches, args, repeatable):
+        calls.append(Call(launches, args, repeatable))
+        return launches(*args)
+
+    with hooks.observe(remember):
+        function()
+    return calls
+
+
 def _tune_case(case, device, args, report, note, screen) -> None:
     """Tune the launches of one op's forward and backward one by one; fill in `report`."""
     op = dispatch.OPS[case.op]
@@ -91,7 +122,7 @@ def _tune_case(case, device, args, report, note, screen) -> None:
 
     try:
         inputs = case.make(device, common.DTYPES[args.dtype])
-        for call in tuning.search.calls_within(lambda: step(serving, inputs, case.options)):
+        for call in calls_within(lambda: step(serving, inputs, case.options)):
             keys = {config.key(*shape) for config, shape, _ in tuning.search.configurations_of(call)}
             report |= tuning.search.tune(call, args.output, only=keys - report.keys(), progress=progress)
     except torch.OutOfMemoryError:

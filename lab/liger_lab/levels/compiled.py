@@ -30,6 +30,7 @@ from liger_lab.cases import model_cases, small_cases, wide_cases
 from liger_lab.levels import compile_cache, crosscompile
 from liger_lab.levels.assembly import expected_width
 from liger_lab.levels.crosscompile import DEVICES, Launch, Resources
+from liger_lab.levels.occupancy import occupancy
 
 ARCHS = tuple(row.device.arch for row in ARCHITECTURES.values() if row.in_matrix)
 DTYPES = {
@@ -221,7 +222,7 @@ def record(use: Use, result: Resources | str) -> dict:
     if isinstance(result, str):
         return row
     warps = launch.options["num_warps"]
-    full = device.core.occupancy(result.registers, result.shared, warps) if warps <= device.max_warps else None
+    full = occupancy(device.core, result.registers, result.shared, warps) if warps <= device.max_warps else None
     resources = result.to_json()
     accesses = [access | {"widths": {str(width): n for width, n in access["widths"].items()}}
                 for access in resources.pop("accesses")]  # fmt: skip

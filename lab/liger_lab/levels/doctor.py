@@ -21,6 +21,7 @@ from liger_hw.spelling import check_known
 from liger_hw.testing import parity
 from liger_lab.cases import model_cases, small_cases
 from liger_lab.levels import evidence
+from liger_lab.levels.occupancy import occupancy
 from liger_lab.levels.workers import Died, Workers
 
 SPILLS = 1 / 6  # share of its registers that a kernel may spill: versions of Triton other than the evidence's do
@@ -68,7 +69,7 @@ def examine(ops: list[str], device: torch.device, info: dict, say=print, binarie
         here = backends.detected(device)
         for kernel in findings["kernels"] if here.core else ():
             taken = kernel["registers"], kernel["shared"], kernel["num_warps"]
-            kernel["occupancy"] = round(here.core.occupancy(*taken).share, 3)
+            kernel["occupancy"] = round(occupancy(here.core, *taken).share, 3)
         findings["checks"] = [*_facts(device), *_spills(findings["kernels"])]
         say("timing")
         try:
@@ -253,11 +254,25 @@ def _time(ops, device, findings) -> None:
         )  # fmt: skip
 
 
+# Name of a card, as the driver has it -> memory bandwidth of its data sheet in GB/s. The whole name counts: an RTX 3080
+# has two memories under one name, laptop parts have others, and "A10" is also in "A100" and "RTX A1000".
+CARDS = {
+    "NVIDIA H100 80GB HBM3": 3350, "NVIDIA H100 PCIe": 2000, "NVIDIA H100 NVL": 3900, "NVIDIA H20": 4000,
+    "NVIDIA H200": 4800, "NVIDIA H200 NVL": 4800, "NVIDIA GH200 480GB": 4000, "NVIDIA A100-SXM4-80GB": 2039,
+    "NVIDIA A100 80GB PCIe": 1935, "NVIDIA A100-SXM4-40GB": 1555, "NVIDIA A100-PCIE-40GB": 1555, "NVIDIA A30": 933,
+    "NVIDIA RTX A6000": 768, "NVIDIA A40": 696, "NVIDIA A10": 600, "NVIDIA GeForce RTX 3090": 936,
+    "NVIDIA GeForce RTX 4090": 1008, "NVIDIA GeForce RTX 4080": 717, "NVIDIA RTX 6000 Ada Generation": 960,
+    "NVIDIA L40": 864, "NVIDIA L40S": 864, "NVIDIA L4": 300, "NVIDIA B200": 8000, "NVIDIA GB200": 8000,
+    "NVIDIA GeForce RTX 5090": 1792, "NVIDIA GeForce RTX 5080": 960,
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": 1792, "NVIDIA GB10": 273,
+}  # fmt: skip
+
+
 def _bandwidth(here) -> int:
     """Return the data sheet's bandwidth of this card in GB/s, or 0 if unknown."""
     if not here.name:
         return here.bandwidth
-    return getattr(backends.VENDORS[here.vendor], "CARDS", {}).get(here.name, 0)
+    return CARDS.get(here.name, 0)
 
 
 def _seconds(case, device, clock) -> float:

@@ -32,6 +32,7 @@ from liger_lab import terminal
 from liger_lab.levels import compiled
 from liger_lab.levels.compiled import Use
 from liger_lab.levels.crosscompile import DEVICES, Launch, Resources
+from liger_lab.levels.occupancy import occupancy
 
 # Warps that a scheduler needs to hide latency: with two, RMSNorm's backward moves 94% of an H200's copy rate.
 WAVES = 2
@@ -93,7 +94,7 @@ def rate(launch: Launch, result: Resources | str) -> Rating:
         return NOTHING
     device = DEVICES[launch.arch]
     core = device.core
-    full = core.occupancy(result.registers, result.shared, launch.options["num_warps"])
+    full = occupancy(core, result.registers, result.shared, launch.options["num_warps"])
     widths = [width / required for _, width, required in compiled.widths(launch, result)]
     programs = full.programs
     if _strides(launch):  # a fixed number of programs strides over the rows

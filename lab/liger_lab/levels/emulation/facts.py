@@ -7,6 +7,7 @@ from collections import Counter
 from liger_lab.levels.crosscompile import DEVICES
 from liger_lab.levels.emulation.accesses import access_of
 from liger_lab.levels.emulation.launches import resources_of
+from liger_lab.levels.occupancy import occupancy
 
 _GLOBAL = re.compile(r"(?:GLOBAL|BUFFER|FLAT)_(?:LOAD|STORE)_")
 _LDS = re.compile(r"DS_(?:READ|WRITE|LOAD|STORE)")
@@ -34,7 +35,7 @@ def facts_of(executed) -> dict:
             accesses = 2 if re.search("READ2|WRITE2|2ADDR", name) else 1
             lds += accesses * count * access_of(re.sub(r"(READ|WRITE)2(ST64)?", r"\1", name))[1]
     distances = wait_distances(run.trace, stores_count=launch.arch.startswith("gfx9"))
-    occupancy = device.core.occupancy(resources.registers, resources.shared, warps)
+    share = occupancy(device.core, resources.registers, resources.shared, warps).share
     return {
         "kernel": launch.kernel, "warps": warps, "programs": math.prod(executed.grid), "elements": executed.elements,
         "per element": round(executed.instructions * lanes / executed.elements, 1),
@@ -42,7 +43,7 @@ def facts_of(executed) -> dict:
         "lds": round(lds * lanes / executed.elements, 2),
         "banks": round(run.bank_passes / run.bank_least, 2) if run.bank_least else None,
         "wait": round(sum(distances) / len(distances)) if distances else None,
-        "registers": resources.registers, "occupancy": round(occupancy.share, 2),
+        "registers": resources.registers, "occupancy": round(share, 2),
     }  # fmt: skip
 
 
