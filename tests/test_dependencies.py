@@ -35,7 +35,8 @@ LAB_FLOORS = [  # each may import the whole product
     {"levels"},
     {"bench"},
     {"cases", "contribution"},
-    {"models", "terminal"},
+    {"case"},
+    {"inputs", "models", "terminal"},
 ]
 FLOORS = {
     wing: {room: number for number, rooms in enumerate(floors) for room in rooms}
