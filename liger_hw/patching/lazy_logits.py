@@ -30,7 +30,6 @@ from liger_hw.kernels.vocabulary._in_forward import refuse_written, version_of
 from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsumexp
 from liger_hw.patching.pins import only_harmless_modes
 from liger_hw.patching.record import (
-    APPLY,
     OPERATIONS,
     VIEWS,
     Record,
@@ -173,7 +172,7 @@ def _fingerprint(tensor):
 T = torch.Tensor
 NEED_MEMORY = {  # functions that read a tensor's memory without a call of `__torch_dispatch__`
     T.tolist, T.numpy, T.__array__, T.data_ptr, T.untyped_storage, T.storage, T.is_shared, T.share_memory_,
-    T.__dlpack__, T.__reduce_ex__, T.__deepcopy__,
+    T.__dlpack__, T.__reduce_ex__, T.__deepcopy__, T.apply_, T.map_, T.map2_,
     getattr(T, "const_data_ptr", T.data_ptr),  # torch 2.11 lacks it
 }  # fmt: skip
 SET_DATA = T.data.__set__
@@ -274,17 +273,19 @@ class Cell:
     device = property(lambda self: self.record.hidden.device)
 
     @property
-    def strides(self):
-        """Return the strides of a slice; None for contiguous logits.
-
-        torch chooses by them between a view and a copy, as in `flatten`.
-        """
+    def is_view(self):
+        """Tell whether the values share memory with the parent's."""
         name, argument = self.record.steps[-1] if self.parent is not None else (None, None)
-        if name not in ("rows", "columns") or torch.is_tensor(argument):
+        return name in VIEWS and not torch.is_tensor(argument)  # rows by an index are a copy
+
+    @property
+    def strides(self):
+        """Return strides of a view, by which torch's `flatten` may copy; None for contiguous logits."""
+        if not self.is_view:
             return None
         whole = self.parent.shape
         strides = self.parent.strides or torch.empty(whole, device="meta").stride()
-        return APPLY[name](torch.empty_strided(whole, strides, device="meta"), argument).stride()
+        return apply_steps(torch.empty_strided(whole, strides, device="meta"), self.record.steps[-1:]).stride()
 
     def read(self):
         """Return the values; the first call computes them, also if several threads call at once."""
@@ -294,9 +295,9 @@ class Cell:
                 inference = torch.inference_mode(self.source.tensors[0].is_inference())
                 # as in the forward, where the unpatched model computed them
                 with _torch.hidden_from_modes(), inference, torch.no_grad():
-                    if self.parent is not None and self.parent.values is not None:
-                        self.values = apply_steps(self.parent.values, self.record.steps[-1:])
-                    else:
+                    if self.is_view:
+                        self.values = apply_steps(self.parent.read(), self.record.steps[-1:])
+                    else:  # a program may have written to the parent's values
                         self.values = self.source.logits(self.record.steps)
         return self.values
 
@@ -307,16 +308,15 @@ class Cell:
         return cell
 
     def before_write(self):
-        """Compute the values, and the uncomputed values that derive from them.
+        """Compute the uncomputed values that derive from these.
 
         Raises:
             RuntimeError: these logits share memory with others, whose graph would miss the write.
         """
-        if any(cell.parent is not None and cell.record.steps[-1][0] in VIEWS for cell in (self, *self.children)):
+        if any(cell.is_view for cell in (self, *self.children)):
             raise RuntimeError(f"logits cannot be written in place within the model beside a view of them: {ADVICE}")
         for child in self.children:
             child.read()
-        self.read()
 
 
 class LazyLogits(Deferred):
@@ -610,8 +610,7 @@ class GradientCell:
                 (self.values,) = torch.autograd.grad(value, leaf, self.incoming)
         return self.values
 
-    def before_write(self):
-        self.read()
+    before_write = read
 
     def with_values(self, values):
         cell = copy.copy(self)

@@ -256,6 +256,17 @@ def backward_to_logits(side, choice):
         loss.backward()
 
 
+def copy_then_write(side, choice):
+    """A copy of the logits in another dtype, then a write to the logits through one that shares their memory."""
+    if side.out is None:
+        return
+    side.value = side.out.logits.to((torch.float64, torch.bfloat16)[choice % 2])
+    side.rounds_to(torch.bfloat16 if choice % 2 else torch.float32)
+    with torch.no_grad():
+        (side.out.logits.detach(), side.out.logits.data)[choice // 2 % 2].mul_(0.5)
+    side.written = side.written_without_grad = True
+
+
 # AdamW's step is lr g / (|g| + eps): with torch's eps of 1e-8 the sign of a rounding would move a weight by lr
 OPTIMIZERS = (
     lambda p: torch.optim.SGD(p, 0.05), lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-2),
@@ -823,7 +834,7 @@ ACTIONS = (
     clone_of_outputs, around, outer_checkpoint, functional, second_order, generate, evaluate, compiled,
     two_forwards, training_step, training_step, write_value, access, kept_by_hook, monkey_patched, soft_losses,
     written_before_backward, copied_by_hooks, backward_within, attributed, numbers_of_other_types,
-    backward_to_logits,
+    backward_to_logits, copy_then_write,
 )  # fmt: skip
 
 

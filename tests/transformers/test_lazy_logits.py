@@ -345,6 +345,35 @@ def test_augmented_assignment():
     pair.assert_same_gradients()
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.detach().zero_(), lambda x: x.data.mul_(2.0), lambda x: x.numpy().fill(0), lambda x: x.zero_(),
+        lambda x: from_dlpack(x).zero_(), lambda x: x.untyped_storage().fill_(0), lambda x: x.apply_(abs),
+        lambda x: x.map_(torch.zeros_like(x), min), lambda x: torch.ones(x.shape).map_(x, min),
+    ],
+)  # fmt: skip
+def test_a_copy_of_another_dtype_is_from_before_a_write(write):
+    pair = Pair(grad=False)
+    copies = [x.to(torch.float64) for x in pair.both()]
+    assert not computed(copies[0])
+    results = [write(x) for x in pair.both()]
+    assert torch.equal(*copies) and torch.equal(pair.lazy.clone(), pair.real)
+    if torch.is_tensor(results[0]):
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_within_the_model_a_slice_shares_the_memory_of_its_logits(first):
+    pair = Pair(recording=True, grad=False)
+    slices = [x[:, 1:] for x in pair.both()]
+    assert not computed(slices[0])
+    for x, rows in zip(pair.both(), slices):
+        (x, rows)[first].sum()  # computes one of them
+        x.detach().mul_(2.0)
+    assert torch.equal(*slices)
+
+
 def test_within_the_model_a_write_beside_a_recorded_view_is_an_error():
     lazy = Pair(recording=True).lazy
     view = lazy[:, 1:]
