@@ -182,6 +182,33 @@ def test_nothing_to_learn_from_and_extreme_logits(soft_loss, engine, device):
     assert found.hard == 0 and found.loss.isfinite() and x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("soft_loss", SOFT_LOSSES)
+def test_plain_torch_takes_logits_near_the_largest_number(soft_loss, temperature):
+    torch.manual_seed(0)
+    logits, equal = torch.randn(11), torch.full((11,), 3e38)
+    peak, two, scaled = logits.clone(), logits.clone(), logits * 1e37
+    peak[2] = two[2] = 3e38
+    two[3] = 2.9e38
+    rows = torch.stack([logits, equal, -equal, peak, two, scaled, logits * 1e20])
+    largest = torch.finfo(torch.float32).max
+
+    def loss(student, teacher, dtype):
+        z, head = student[None].to(dtype).requires_grad_(), torch.eye(11, dtype=dtype)
+        options = {"soft_loss": soft_loss, "temperature": temperature}
+        found = distillation_loss(z, head, teacher[None].to(dtype), head, **options)
+        return found.loss.detach(), torch.autograd.grad(found.loss, z)[0]
+
+    for student in rows:
+        for teacher in rows:
+            right, right_grad = loss(student, teacher, torch.float64)
+            if right.abs() < largest / 8:  # nor do its parts overflow
+                value, grad = loss(student, teacher, torch.float32)
+                torch.testing.assert_close(value.double(), right, rtol=1e-4, atol=1e-5)
+                if soft_loss not in ("kl", "reverse_kl"):  # whose gradients cancel
+                    torch.testing.assert_close(grad.double(), right_grad, rtol=1e-4, atol=1e-5)
+
+
 def test_only_the_student_gets_gradients_and_once(engine, device):
     student, teacher, labels = case(device=device)
     teacher = [t.requires_grad_() for t in teacher]

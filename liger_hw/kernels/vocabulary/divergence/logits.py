@@ -234,13 +234,16 @@ def divergence_rows(student, teacher, labels, factors, soft, hard, kind, beta, t
 
 def soft_rows(student, teacher, kind, beta, temperature):
     """Define each row's divergence or, for the kind "cosine", 1 - the cosine."""
-    student, teacher = widen(student) / temperature, widen(teacher).detach() / temperature
     further = student.shape[1] - teacher.shape[1]
-    teacher = torch.nn.functional.pad(teacher, (0, max(further, 0)))
-    student = torch.nn.functional.pad(student, (0, max(-further, 0)))
-    if kind == "cosine":
+    teacher = torch.nn.functional.pad(widen(teacher).detach(), (0, max(further, 0)))
+    student = torch.nn.functional.pad(widen(student), (0, max(-further, 0)))
+    if kind == "cosine":  # whose squares would overflow
+        largest = (z.detach().abs().amax(-1, keepdim=True) for z in (student, teacher))
+        student, teacher = (z / torch.where(a > 1e15, a, 1) for z, a in zip((student, teacher), largest))
         return 1 - torch.nn.functional.cosine_similarity(student, teacher, dim=-1)
-    return elements(student.log_softmax(-1), teacher.log_softmax(-1), kind, beta).sum(-1)
+    if temperature < 1:  # by which a quotient would overflow, unlike a difference of the row
+        student, teacher = (z - z.detach().amax(-1, keepdim=True) for z in (student, teacher))
+    return elements(*((z / temperature).log_softmax(-1) for z in (student, teacher)), kind, beta).sum(-1)
 
 
 def largest_soft_gradient(student, teacher, keep, kind, temperature):
