@@ -472,7 +472,7 @@ def _causal_conv1d_forward(
         return
     rows, cols = rows_and_cols(x)
     views, strides = zip(*map(rows_or_none, (x, input_gate, output_gate)))
-    config = causal_conv1d_forward_config(cols, x.element_size(), _present(views), device_of(x))
+    config = causal_conv1d_forward_config(cols, x.element_size(), _count_present(views), device_of(x))
     blocks = -(-cols // config["COLS"])
     programs, parts = _parts(config, x, blocks)
     launch(
@@ -482,7 +482,7 @@ def _causal_conv1d_forward(
     )  # fmt: skip
 
 
-def _present(tensors):
+def _count_present(tensors):
     return sum(x is not None for x in tensors)
 
 
@@ -503,7 +503,7 @@ def _causal_conv1d_backward(
         return
     rows, cols = rows_and_cols(x)
     views, strides = zip(*map(rows_or_none, (x, input_gate, output_gate, dy)))
-    config = causal_conv1d_backward_config(cols, x.element_size(), _present(views), device_of(x))
+    config = causal_conv1d_backward_config(cols, x.element_size(), _count_present(views), device_of(x))
     blocks = -(-cols // config["COLS"])
     programs, parts = _parts(config, x, blocks)
     count, width, total = len(taps) + (bias is not None), blocks * config["COLS"], None

@@ -395,27 +395,27 @@ def qk_norm_rope_backward(
         )  # fmt: skip
 
 
-def _choice(q, heads):
+def _config_numbers(q, heads):
     """Return a configuration's numbers: head size, heads normalised together, bytes of a value.
 
-    `heads`: as in `_Numbers`.
+    `heads`: as in `_LaunchNumbers`.
     """
     together = [number for number, is_joint in heads if is_joint]
     return power_of_2(q.shape[3]), power_of_2(max(together, default=1)), q.element_size()
 
 
-class _Numbers(NamedTuple):
+class _LaunchNumbers(NamedTuple):
     """Numbers that both kernels take.
 
     Attributes:
-        choice: those of the configuration.
+        config_numbers: those of the configuration.
         tokens: of a sequence, and of all.
         strides: of the inputs.
         heads: (number, whether they are normalised together) of q and k.
         constants: up to the rounding.
     """
 
-    choice: tuple
+    config_numbers: tuple
     tokens: tuple
     strides: tuple
     heads: tuple
@@ -430,9 +430,10 @@ class _Numbers(NamedTuple):
         q_joint, k_joint = _is_joint(q, q_weight), _is_joint(k, k_weight)
         inside = heads_inside(q, unsqueeze_dim), heads_inside(k, unsqueeze_dim)
         strides = batch_stride if angles > 1 else 0, *cos_strides, *q_strides, *k_strides
-        constants = q_heads, k_heads, q.shape[3], rotary_dim, *inside, q_joint, k_joint
         heads = (q_heads, q_joint), (k_heads, k_joint)
-        return cls(_choice(q, heads), (tokens, q.shape[0] * tokens), strides, heads, constants)
+        _, together, _ = config_numbers = _config_numbers(q, heads)
+        constants = q_heads, k_heads, q.shape[3], rotary_dim, *inside, q_joint, k_joint, together
+        return cls(config_numbers, (tokens, q.shape[0] * tokens), strides, heads, constants)
 
     def tiles(self, config):
         """Return the number of tiles of q and of k."""
@@ -450,13 +451,13 @@ def _qk_norm_rope_forward(
     k_weight: torch.Tensor, eps: float, offset: float, casting_mode: str, unsqueeze_dim: int, layout: str,
     *, q_out, k_out,
 ):  # fmt: skip
-    numbers = _Numbers.of(cos, q, k, q_weight, k_weight, unsqueeze_dim)
-    config = qk_norm_rope_forward_config(*numbers.choice, device_of(q))
+    numbers = _LaunchNumbers.of(cos, q, k, q_weight, k_weight, unsqueeze_dim)
+    config = qk_norm_rope_forward_config(*numbers.config_numbers, device_of(q))
     q_tiles, k_tiles = numbers.tiles(config)
     launch(
         qk_norm_rope_forward, (q_tiles + k_tiles, 1, 1), config,
         cos, sin, q, k, q_weight, k_weight, q_out, k_out, q_tiles, *numbers.tokens, *numbers.strides, eps,
-        offset, *numbers.constants, numbers.choice[1], casting_mode, *LAYOUTS[layout],
+        offset, *numbers.constants, casting_mode, *LAYOUTS[layout],
     )  # fmt: skip
 
 
@@ -479,16 +480,16 @@ def _qk_norm_rope_backward(
     k_weight: torch.Tensor, dq_out: torch.Tensor | None, dk_out: torch.Tensor | None, eps: float, offset: float,
     casting_mode: str, unsqueeze_dim: int, layout: str, q_grad: bool, k_grad: bool, weight_grad: bool, *, dq, dk, dw,
 ):  # fmt: skip
-    numbers = _Numbers.of(cos, q, k, q_weight, k_weight, unsqueeze_dim)
+    numbers = _LaunchNumbers.of(cos, q, k, q_weight, k_weight, unsqueeze_dim)
     _, *dq_strides = heads_and_strides(dq_out, unsqueeze_dim)
     _, *dk_strides = heads_and_strides(dk_out, unsqueeze_dim)
-    config = qk_norm_rope_backward_config(*numbers.choice, device_of(q))
+    config = qk_norm_rope_backward_config(*numbers.config_numbers, device_of(q))
     programs = 1 if q.numel() + k.numel() <= ONE_PROGRAM else config.grid_for(max(numbers.tiles(config)))
     sums = partial_sums(dw, programs)
     launch(
         qk_norm_rope_backward, (programs, 1, 1), config,
         cos, sin, q, k, q_weight, k_weight, dq_out, dk_out, dq, dk, sums, *numbers.tokens, *numbers.strides,
-        *dq_strides, *dk_strides, eps, offset, *numbers.constants, numbers.choice[1], casting_mode, *LAYOUTS[layout],
+        *dq_strides, *dk_strides, eps, offset, *numbers.constants, casting_mode, *LAYOUTS[layout],
     )  # fmt: skip
     add_partials(sums, dw)
 
@@ -512,7 +513,7 @@ def _(q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, unsqueeze_d
     check_kernel_dtype("k", k)
     options = eps, offset, casting_mode, unsqueeze_dim
     heads = [(x.shape[unsqueeze_dim], _is_joint(x, w)) for x, w in ((q, q_weight), (k, k_weight))]
-    head_dim, together, _ = _choice(q, heads)
+    head_dim, together, _ = _config_numbers(q, heads)
     if together * head_dim > widest_block(device_of(q), 4):  # a token's heads exceed the registers
         q, k = _normed(rms_norm, q, q_weight, *options), _normed(rms_norm, k, k_weight, *options)
         return rope(q, k, cos, sin, unsqueeze_dim, layout)

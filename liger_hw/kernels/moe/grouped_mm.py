@@ -132,7 +132,7 @@ def _group_rows(rows, groups):
     return 128 if average > 64 else 64 if average > 16 else 32
 
 
-def _class(rows, groups, x, y):
+def _config_numbers(rows, groups, x, y):
     """Return the arguments of a configuration: class of groups, whole vectors, bytes of a value."""
     return _group_rows(rows, groups), in_vectors(x, 16) and in_vectors(y, 16), x.element_size()
 
@@ -245,11 +245,11 @@ def _precision(x):
     return "tf32" if tf32 and device_of(x).tf32 else "ieee"
 
 
-def _size(rows, index):
+def _row_count(rows, index):
     return (rows if index is None else index).shape[0]
 
 
-@raw(lambda rows, weights, offs, index: rows.new_empty(_size(rows, index), weights.shape[2]))
+@raw(lambda rows, weights, offs, index: rows.new_empty(_row_count(rows, index), weights.shape[2]))
 def multiply_rows(
     rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None
 ) -> torch.Tensor:
@@ -258,14 +258,14 @@ def multiply_rows(
     Args:
         index: (S,) int64, the row of (T, K) that each of the S rows is; None: S rows.
     """
-    (groups, _, cols), size = weights.shape, _size(rows, index)
+    (groups, _, cols), size = weights.shape, _row_count(rows, index)
     if _by_torch(size, groups, cols, index, rows, weights):
         return torch_grouped_mm()(rows if index is None else rows[index], weights, offs=offs)
     if 1 not in weights.stride()[1:]:
         weights = weights.contiguous()
     out = rows.new_empty(size, cols)
     rows, row_stride = rows_of(rows)
-    config = grouped_rows_config(*_class(size, groups, rows, weights), device_of(rows))
+    config = grouped_rows_config(*_config_numbers(size, groups, rows, weights), device_of(rows))
     _launch_rows(config, rows, row_stride, weights, offs, index, out)
     return out
 
@@ -306,7 +306,7 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, index:
         return torch_grouped_mm()(a.t(), b if index is None else b[index], offs=offs)
     out = a.new_empty(groups, tall, cols)
     (a, a_stride), (b, b_stride) = rows_of(a), rows_of(b)
-    config = grouped_outer_config(*_class(size, groups, a, b), device_of(a))
+    config = grouped_outer_config(*_config_numbers(size, groups, a, b), device_of(a))
     programs = groups * -(-tall // config["ROWS"]) * -(-cols // config["COLS"])
     launch(
         grouped_outer, (programs, 1, 1), config, a, b, offs, index, out, a_stride, b_stride, tall, cols, _precision(a)

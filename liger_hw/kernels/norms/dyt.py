@@ -173,7 +173,7 @@ def _dyt_backward(x, alpha, gamma, beta, dy, *, dx, dalpha, dgamma, dbeta):
     programs = programs_for_blocks(config, x.numel(), rows, blocks)
 
     parameters = (dalpha, (programs * blocks, 1)), (dgamma, (programs, cols)), (dbeta, (programs, cols))
-    sums = [None if of is None else dy.new_empty(shape, dtype=torch.float32) for of, shape in parameters]
+    sums = [None if gradient is None else dy.new_empty(shape, dtype=torch.float32) for gradient, shape in parameters]
     (x, x_stride), (dy, dy_stride) = rows_of(x), rows_of(dy)
     launch(
         dyt_backward, (programs * blocks, 1, 1), config,

@@ -219,8 +219,7 @@ def _rope_forward(
     cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, unsqueeze_dim: int, layout: str,
     shared: bool, wide: bool, q_heads_inside: bool, k_heads_inside: bool, *, q_out, k_out,
 ):  # fmt: skip
-    outs = q_out, k_out
-    _launch(cos, sin, q, k, outs, unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside, False)
+    _launch(cos, sin, q, k, (q_out, k_out), unsqueeze_dim, layout, shared, wide, q_heads_inside, k_heads_inside, False)
 
 
 def _empty_gradients(dq_out, dk_out, unsqueeze_dim, q_heads_inside, k_heads_inside):

@@ -353,7 +353,7 @@ def cross_entropy_scale(
             tl.store(EDGE, tl.load(EDGE, edge_valid, other=0.0).to(tl.float32) * dloss, edge_valid)
 
 
-def _numbers(formula):
+def _kernel_numbers(formula):
     """Return the formula's numbers for a kernel, which omits the code for each None."""
     ignore_index, label_smoothing, square, softcap, logit_scale, token_scaling = formula
     return ignore_index, label_smoothing or None, square, softcap, needed_scale(logit_scale, softcap), token_scaling
@@ -374,7 +374,7 @@ def forward_rows(logits, targets, formula, loss, z_loss=None, partition=None, pr
     config = cross_entropy_forward_config(cols, logits.element_size(), plain, gradient, device)
     launch(
         cross_entropy_forward, (rows, 1, 1), config,
-        logits, *targets, loss, z_loss, partition, predicted, logits.stride(0), misaligned, *_numbers(formula),
+        logits, *targets, loss, z_loss, partition, predicted, logits.stride(0), misaligned, *_kernel_numbers(formula),
         gradient, aligned, not device.ascending_only, cols,
     )  # fmt: skip
 
@@ -390,7 +390,7 @@ def backward_rows(logits, targets, formula, partition, dloss, dx=None):
     launch(
         cross_entropy_backward, (rows, -(-cols // config["COLS"]), 1), config,
         logits, *targets, partition, dloss, dx, logits.stride(0), dx.stride(0), dloss_stride, misaligned,
-        *_numbers(formula), aligned, same, cols,
+        *_kernel_numbers(formula), aligned, same, cols,
     )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ def selective_log_softmax_statistics(
         tl.store(MEAN + index, tl.sum(total, 0) / cols * _unit(softcap, temperature))
 
 
-def _numbers(scaling):
+def _kernel_numbers(scaling):
     """Return the scaling's numbers for a kernel, which omits the code for each None."""
     ignore_index, softcap, logit_scale, temperature = scaling
     return ignore_index, softcap, needed_scale(logit_scale, softcap), temperature
@@ -274,8 +274,8 @@ def forward_rows(logits, tokens, scaling, log_probs, entropy, lse, partition):
     config = selective_log_softmax_forward_config(cols, logits.element_size(), device_of(logits))
     launch(
         selective_log_softmax_forward, (rows, 1, 1), config,
-        logits, tokens, log_probs, entropy, lse, partition, logits.stride(0), misaligned, *_numbers(scaling), aligned,
-        cols,
+        logits, tokens, log_probs, entropy, lse, partition, logits.stride(0), misaligned,
+        *_kernel_numbers(scaling), aligned, cols,
     )  # fmt: skip
 
 
@@ -290,7 +290,7 @@ def backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentr
     launch(
         selective_log_softmax_backward, (rows, -(-cols // config["COLS"]), 1), config,
         logits, tokens, entropy, partition, *incoming, dx, logits.stride(0), dx.stride(0), misaligned,
-        *_numbers(scaling), aligned, same, cols,
+        *_kernel_numbers(scaling), aligned, same, cols,
     )  # fmt: skip
 
 
@@ -310,7 +310,7 @@ def write_statistics(logits, tokens, scaling, partition, is_top1, mean_logits, l
             config = selective_log_softmax_statistics_config(cols, logits.element_size(), device_of(logits))
             launch(
                 selective_log_softmax_statistics, (rows, 1, 1), config,
-                logits, tokens, partition, *results, logits.stride(0), *_numbers(scaling), cols,
+                logits, tokens, partition, *results, logits.stride(0), *_kernel_numbers(scaling), cols,
             )  # fmt: skip
     if log_sum_sq_probs is not None:
         unused, lse, squares = (torch.empty_like(x) for x in (log_sum_sq_probs, log_sum_sq_probs, partition))
