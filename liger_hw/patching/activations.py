@@ -1,5 +1,7 @@
 """Replace activations of several operations, each of which saves a tensor, by one op."""
 
+import torch
+
 from liger_hw.kernels.mlp.glu import activate
 from liger_hw.patching import probing
 from liger_hw.patching.match import Match
@@ -19,11 +21,16 @@ class ActivationMatch(Match):
         activation = dict(self.options)["activation"]
 
         def forward(self, *args, **kwargs):
-            if not unchanged(self, args, kwargs) or args[0].ndim == 0:
+            if not unchanged(self, args, kwargs) or args[0].ndim == 0 or widens_under_autocast(args[0]):
                 return original.forward(self, *args, **kwargs)
             return activate(args[0], activation)
 
         return {"forward": forward}
+
+
+def widens_under_autocast(x):
+    """Tell whether autocast may compute powers of x in fp32, as on a GPU."""
+    return x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type)
 
 
 def match_activation(module):

@@ -21,6 +21,7 @@ from liger_hw.patching.reading import read
 from liger_hw.patching.values import foreign
 
 PROBE_HIDDEN, PROBE_INTERMEDIATE = 32, 48
+CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -46,12 +47,13 @@ class MLPMatch(Match):
         activation = None if clamped else gates.activation_name(self.op, options)
         down_name, dropout_name = names["down"], names.get("dropout_before")
         producer_names = [names[role] for role in ("gate", "up") if names.get(role)]
+        casts = "casts_under_autocast" in names or not CASTS.isdisjoint(read(original).attributes)
 
         def forward(self, *args, **kwargs):
             if not unchanged(self, args, kwargs):
                 return original.forward(self, *args, **kwargs)
             down = getattr(self, down_name)
-            if _stays_unfused(down, args[0]):
+            if _stays_unfused(down, args[0]) or casts and _casts(self, names, producer_names, args[0]):
                 return original.forward(self, *args)
             if clamped:
                 return compute(self, names, args[0], clamped, options)
@@ -132,6 +134,13 @@ def _stays_unfused(projection, x):
     return dtype != x.dtype and dtype in FLOATS and not torch.is_autocast_enabled(x.device.type)
 
 
+def _casts(module, names, producer_names, x):
+    """Tell whether a cast in the code of `module` may change a dtype."""
+    if torch.is_autocast_enabled(x.device.type):
+        return "casts_under_autocast" in names
+    return any(_stays_unfused(getattr(module, name), x) for name in producer_names)
+
+
 def match_mlp(module):
     """Return the `MLPMatch` of a module, or None.
 
@@ -181,8 +190,14 @@ def match_mlp(module):
                         raise witnesses.Objection("computes with its projections without a call of them")
                     if calls[0] == names.get("up"):
                         names |= {"calls_up_first": True}
+                    if not probing.agree(*map(_under_autocast, (original, replacement)), cases[:1]):
+                        names |= {"casts_under_autocast": True}
                     return MLPMatch.of(op, options, names, bypassed=bypassed)
     return None
+
+
+def _under_autocast(function):
+    return torch.autocast("cpu", torch.bfloat16)(function)
 
 
 def is_mlp_like(module):

@@ -39,8 +39,9 @@ class NormMatch(Match):
         op, options, names = OPS[self.op], dict(self.options), dict(self.names)
         weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names.get("eps")
         written_eps = options.pop("eps", None)
-        # under autocast torch's own layers run in fp32; models' norms use operations that autocast does not change
+        # under autocast torch's own layers run in fp32; on a GPU pow and rsqrt too, which a norm in fp32 does not show
         widens_under_autocast = not WIDENED.isdisjoint(read(original).attributes)
+        widens_under_autocast |= options.get("casting_mode") == "none"
         narrow_input, wide_input, takes_none = self.narrow_input, self.wide_input, self.default_eps
         offset = options.pop("offset", None) if op is layer_norm else None
         derived = original is not torch.nn.LayerNorm and issubclass(original, torch.nn.LayerNorm)

@@ -10,6 +10,7 @@ import inspect
 import operator
 import pickle
 import random
+import sys
 import types
 
 import pytest
@@ -548,6 +549,52 @@ def test_torchs_norms_in_a_models_class_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = plain(ROWS.bfloat16()), patched(ROWS.bfloat16())
     assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+class CastsBack(MLP):
+    def forward(self, x):
+        return self.down_proj(self.product(x)).to(x.dtype)
+
+
+class CastsToWeights(MLP):
+    def product(self, x):
+        y = x.to(self.gate_proj.weight.dtype)
+        return self.act_fn(self.gate_proj(y)).to(x.dtype) * self.up_proj(x)
+
+
+@pytest.mark.parametrize("module", [CastsBack, CastsToWeights])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_casts_of_an_mlp_where_dtypes_differ(module, autocast):
+    plain, patched = pair(module())
+    for part in (plain, patched):
+        part.gate_proj.to(torch.bfloat16 if module is CastsToWeights and not autocast else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected, found = plain(ROWS), patched(ROWS)
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+class RoundingNorm(Norm):
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class Squared(nn.Module):
+    def forward(self, x):
+        return F.relu(x).square()
+
+
+@pytest.mark.parametrize("module", [RoundingNorm, Squared])
+def test_powers_under_autocast_run_the_own_forward(module):
+    """On a GPU autocast computes them in fp32, and the result is fp32."""
+    _, patched = pair(module().to(torch.bfloat16))
+    codes = []
+    for enabled in (False, True):
+        codes.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            sys.setprofile(lambda frame, *event: codes.append(frame.f_code))
+            patched(ROWS.bfloat16())
+            sys.setprofile(None)
+        assert (module.forward.__code__ in codes) == enabled
 
 
 class Reduced(MLP):
