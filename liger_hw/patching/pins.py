@@ -241,6 +241,13 @@ class Members:
         self.classes = [*TENSORS, *((vars(cls), frozenset(vars(cls)), None) for cls in modules)]
         self.new, self.sizes = [], None
         self.count = sum(len(known) for _, known, _ in self.classes) + len(KERNELS)
+        self.patched = [{}]  # the dictionary of the patched class
+
+    def watch(self, cls):
+        """Notice names that a program adds to the patched class, as by `type(module).limit = 7`."""
+        self.patched[0] = vars(cls)
+        self.classes.append((vars(cls), frozenset(vars(cls)), None))
+        self.count += len(vars(cls))
 
     def are_unchanged(self):
         """Tell whether no new name hides another.
@@ -332,12 +339,15 @@ def guard(pins, attributes, shadowed, bypassed, classes=(), inputs=()):
     for child, names in shadowed.items():
         holder = "module" if child is None else f"module._modules[{child!r}]"
         conditions += [f"{name!r} not in {holder}.__dict__" for name in sorted(names)]
-    if not inputs:
-        return _generate("module", conditions, values)
-    values |= {"cover": cover, "by_name": {*inputs[1:]}}
-    named = "(not kwargs or kwargs.keys() <= by_name)" if inputs[1:] else "not kwargs"
-    conditions = [f"0 < len(args) <= {len(inputs)}", named, *conditions, "cover(args[0])"]
-    return _generate("module, args, kwargs", conditions, values)
+    parameters = "module"
+    if inputs:
+        parameters += ", args, kwargs"
+        values |= {"cover": cover, "by_name": {*inputs[1:]}}
+        named = "(not kwargs or kwargs.keys() <= by_name)" if inputs[1:] else "not kwargs"
+        conditions = [f"0 < len(args) <= {len(inputs)}", named, *conditions, "cover(args[0])"]
+    unchanged = _generate(parameters, conditions, values)
+    unchanged.members = values["code_unchanged"].members
+    return unchanged
 
 
 def digest(pins):
@@ -369,7 +379,8 @@ def _partial(partial_fact):
 
 def code_guard(pins, classes=()):
     """Return a function that compares `Pin`s and names in classes, and looks for modes."""
-    conditions, values = ["(not dispatch_modes() and not function_modes() or only_harmless_modes())"], {}
+    conditions = ["(not dispatch_modes() and not function_modes() or only_harmless_modes())"]
+    values = {}
     values |= {"dispatch_modes": _torch.dispatch_modes, "function_modes": _torch.function_modes}
     values |= {"only_harmless_modes": only_harmless_modes}
     owners = {}
@@ -390,11 +401,14 @@ def code_guard(pins, classes=()):
         conditions.append(same)
     members = Members(classes)
     values |= {f"m{index}": names for index, (names, _, _) in enumerate(members.classes)}
-    count = " + ".join(f"len({names})" for names in (*(f"m{i}" for i in range(len(members.classes))), "kernels"))
-    values["kernels"] = _torch.program_kernels
+    names = (*(f"m{i}" for i in range(len(members.classes))), "kernels", "patched[0]")
+    count = " + ".join(f"len({name})" for name in names)
+    values |= {"kernels": _torch.program_kernels, "patched": members.patched}
     conditions.append(f"({count} == members.count or members.are_unchanged())")
     values |= {"members": members, "entry": dict.__getitem__}
-    return _torch.constant_result(_generate("", conditions, values))
+    unchanged = _torch.constant_result(_generate("", conditions, values))
+    unchanged.members = members
+    return unchanged
 
 
 def _generate(parameters, conditions, values):

@@ -85,7 +85,8 @@ def _new_class(original, match, digest):
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     facts = {"liger_original": original, "liger_match": match, "liger_digest": digest}
     members = {"_get_name": _get_name, "__reduce_ex__": _reduce, "__prepare_scriptable__": _prepare_scriptable}
-    members |= match.members(original, match.guard(original))
+    unchanged = match.guard(original)
+    members |= match.members(original, unchanged)
     if not hasattr(members.get("forward"), "__wrapped__") and "forward" in members:  # programs read its signature
         functools.update_wrapper(members["forward"], original.forward)
     # type.__new__ leaves out a metaclass's own __new__ and __init__, which may register classes. The class must not
@@ -93,6 +94,7 @@ def _new_class(original, match, digest):
     cls = type.__new__(type(original), original.__name__, (_Unregistered, original), names | facts | members)
     if isinstance(cls, abc.ABCMeta):
         init_abc(cls)  # which ABCMeta does: else the class would share the original's cache of subclasses
+    unchanged.members.watch(cls)
     return cls
 
 

@@ -347,6 +347,36 @@ def test_what_a_program_replaces_or_adds_counts(replaced, monkeypatch):
         assert torch.equal(patched(ROWS), after) and not torch.equal(after, before)
 
 
+class Halved(MLP):
+    scale = 0.5
+
+    def forward(self, x):
+        return self.down_proj(self.product(x)) * (self.scale + 0.5)
+
+
+SET_BY_TYPE = {  # what a program sets by `type(module).name = value`
+    "class attribute": ("scale", 0.25), "method": ("product", lambda self, x: self.act_fn(self.gate_proj(x))),
+    "property": ("act_fn", property(lambda self: F.relu)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", SET_BY_TYPE)
+def test_what_a_program_sets_in_the_class_of_an_instance_counts(place, monkeypatch):
+    name, value = SET_BY_TYPE[place]
+    plain, patched = pair(Halved())
+    for part in (plain, patched):
+        type(part).unrelated = 1
+        assert torch.equal(part(ROWS), plain(ROWS))
+    with monkeypatch.context() as context:
+        context.setattr(type(plain), name, value, raising=False)
+        after = plain(ROWS)
+    before = patched(ROWS)
+    setattr(type(patched), name, value)
+    assert torch.equal(patched(ROWS), after) and not torch.equal(after, before)
+    delattr(type(patched), name)
+    assert torch.equal(patched(ROWS), before)
+
+
 class Optional(Norm):
     def __init__(self):
         super().__init__()
