@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import warnings
 
 import pytest
 import tiny
@@ -22,6 +23,19 @@ def test_model_learns_as_theirs(family, backend, device):
     inputs = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}
     with liger_hw.use_backend(backend):
         tiny.assert_learns_alike(plain, patched, **inputs)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+def test_a_trace_of_torch_jit_has_the_models_operations(family, backend, device):
+    def logits(model, ids):
+        return model.eval()(input_ids=ids, use_cache=False).logits
+
+    plain, patched = (m.to(device).requires_grad_(False) for m in tiny.pair(family))
+    ids = tiny.tokens()["input_ids"].to(device)
+    with liger_hw.use_backend(backend), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(lambda ids: logits(patched, ids), ids, check_trace=False)
+    torch.testing.assert_close(traced(ids.flip(0)), logits(plain, ids.flip(0)), rtol=1e-4, atol=1e-4)
 
 
 def test_half_precision(backend, device):
