@@ -3,8 +3,8 @@
 `names` maps the roles "gate", "up" and "down" to attributes of the module and, where the module has them, also
 "dropout_before" and "dropout_after" (the last projection), "gate_scale", "down_scale", "limit" and "alpha". Without
 "up", gate and up are halves of one projection, and "up_first" gives their order. "calls_up_first": the module calls
-the projection of up before that of gate. With "up" None the MLP has no gate, and "gate" is the first of two
-projections.
+the projection of up before that of gate. "casts_under_autocast": there it casts. With "up" None the MLP has no gate,
+and "gate" is the first of two projections.
 """
 
 import functools
