@@ -6,15 +6,13 @@ from os.path import commonprefix
 import torch
 
 from liger_hw.backends.core import Core
-from liger_hw.backends.device import Architecture, Device
+from liger_hw.backends.device import Architecture, Device, KiB, MiB
 
 NAME = "AMD"
 KNOBS = {"waves_per_eu": (1, 2, 4)}  # compiler options that the tuner varies in addition to a Config
 # Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
 # hardware is in lab/results/evidence.
 LAUNCHER_SHORTCUT = False
-
-KiB, MiB = 1024, 1024 * 1024
 
 
 def _row(arch, cards, device, core, in_matrix=True, **same_code):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from liger_hw.backends.core import Core
 from liger_hw.spelling import check_known
 
+KiB, MiB = 1024, 1024 * 1024
 STAGES = ("ttir", "ttgir", "llir", "ptx", "amdgcn")  # of Triton's compilers for NVIDIA and AMD
 
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from liger_hw.backends.device import Architecture, Device
+from liger_hw.backends.device import Architecture, Device, KiB, MiB
 
 NAME = "Intel"
 # Options of its Triton compiler. By default it recompiles a kernel that spills with 256 registers a hardware thread, at
@@ -15,8 +15,6 @@ KNOBS = {"grf_mode": GRF_MODES, "warp_size": (16, 32)}  # options that the tuner
 # Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
 # hardware is in lab/results/evidence.
 LAUNCHER_SHORTCUT = False
-
-KiB, MiB = 1024, 1024 * 1024
 
 
 def _row(arch, cards, num_cores, shared_kib, l2_mib, bandwidth, versions, sub_group, sub_groups):

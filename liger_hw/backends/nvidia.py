@@ -3,14 +3,12 @@
 import torch
 
 from liger_hw.backends.core import Core
-from liger_hw.backends.device import Architecture, Device
+from liger_hw.backends.device import Architecture, Device, KiB, MiB
 
 NAME = "NVIDIA"
 KNOBS = {}  # compiler options that the tuner varies in addition to a Config
 # Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Executed: lab/results/evidence.
 LAUNCHER_SHORTCUT = True
-
-KiB, MiB = 1024, 1024 * 1024
 
 
 def _row(

@@ -112,7 +112,7 @@ def fused_linear_jsd_forward(
 
 
 def fused_linear_jsd_backward(grad_output, grad_input, grad_weight):
-    """Scale the gradients of `fused_linear_jsd_forward` by the loss's gradient."""
+    """Scale the gradients of a forward pass by the loss's gradient."""
     return _scaled(grad_output, grad_input, grad_weight)
 
 
@@ -132,9 +132,7 @@ def fused_linear_kl_div_forward(
     return loss, *gradients
 
 
-def fused_linear_kl_div_backward(grad_output, grad_input, grad_weight):
-    """Scale the gradients of `fused_linear_kl_div_forward` by the loss's gradient."""
-    return _scaled(grad_output, grad_input, grad_weight)
+fused_linear_kl_div_backward = fused_linear_jsd_backward  # it scales the gradients of either forward
 
 
 def swiglu_forward(a, b, gate_multiplier=1.0):

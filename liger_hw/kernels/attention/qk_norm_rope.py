@@ -461,16 +461,13 @@ def _qk_norm_rope_forward(
     )  # fmt: skip
 
 
-def _weight_cols(q_weight, k_weight, dq_out, dk_out):
-    """Return the columns of both weights' gradient; a result without a gradient has none."""
-    return sum(w.shape[0] for w, dout in ((q_weight, dq_out), (k_weight, dk_out)) if dout is not None)
-
-
 def _empty_gradients(q, k, q_weight, k_weight, dq_out, dk_out, unsqueeze_dim, q_grad, k_grad, weight_grad):
+    # one gradient for both weights, in which a result without a gradient has no columns
+    cols = sum(w.shape[0] for w, dout in ((q_weight, dq_out), (k_weight, dk_out)) if dout is not None)
     return (
         empty_output(q, unsqueeze_dim, heads_inside(q, unsqueeze_dim)) if q_grad else None,
         empty_output(k, unsqueeze_dim, heads_inside(k, unsqueeze_dim)) if k_grad else None,
-        q_weight.new_empty(_weight_cols(q_weight, k_weight, dq_out, dk_out)) if weight_grad else None,
+        q_weight.new_empty(cols) if weight_grad else None,
     )
 
 
