@@ -225,6 +225,14 @@ def alias(x):
         return x.detach()
 
 
+def unviewed(x):
+    """Return `x` as no view, so that a program may write to it.
+
+    A tracer gets `x` itself: an exported program would return `x.data` as a constant.
+    """
+    return x if is_compiling() else x.data
+
+
 def is_compiled(module) -> bool:
     """Tell whether torch.compile wraps `module`, or its method compile() was called."""
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules

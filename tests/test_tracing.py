@@ -46,6 +46,21 @@ def test_compiles_without_a_break(op, backend):
 
 
 @pytest.mark.parametrize("op", sorted(CASES))
+def test_an_exported_program_computes_the_op(op):
+    inputs, options = case(op)
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs):
+            return flat(OPS[op](*inputs, **options))
+
+    others = tuple(x.detach() * 0.5 if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs)
+    with use_backend("triton"), torch.no_grad():
+        program = torch.export.export(Module(), inputs)
+        for exported in (program, program.run_decompositions()):
+            torch.testing.assert_close(exported.module()(*others), Module()(*others))
+
+
+@pytest.mark.parametrize("op", sorted(CASES))
 def test_fake_tensors_have_the_real_shapes(op, backend):
     inputs, options = case(op)
     with use_backend(backend):

@@ -17,7 +17,7 @@ keeps one tensor of that width instead of the two of torch's gelu or silu.
 import torch
 from torch.utils import checkpoint
 
-from liger_hw._torch import saved_tensors_hooks
+from liger_hw._torch import saved_tensors_hooks, unviewed
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, differentiable, op, raw
 from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten, writes_over
@@ -131,7 +131,7 @@ def _glu_linear(
     if defers:
         return gate.new_empty_strided((*gate.shape[:-1], weight.shape[0]), [0] * gate.ndim)
     out = torch.nn.functional.linear(glu(gate, up, activation), weight, bias)
-    return out if bias is None else out.data  # for autograd no view, to which a program may not write
+    return out if bias is None else unviewed(out)
 
 
 @_glu_linear.backward()
@@ -147,7 +147,7 @@ def _(gate, up, weight, activation, in_place: bool, dout, *, gate_grad, up_grad,
 def _deferred_projection(placeholder: torch.Tensor, tensors: tuple, activation: str):  # autograd tracks no tuple
     """Compute the result of the placeholder of `_glu_linear`, and keep nothing."""
     gate, up, weight, bias = tensors
-    return torch.nn.functional.linear(glu(gate, up, activation), weight, bias).data
+    return unviewed(torch.nn.functional.linear(glu(gate, up, activation), weight, bias))
 
 
 @_deferred_projection.backward()

@@ -29,6 +29,7 @@ keeps it.
 
 import torch
 
+from liger_hw._torch import unviewed
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import Cost, differentiable, op, uncast
 from liger_hw.dispatch.function import Function
@@ -163,7 +164,7 @@ def _frozen_linear(x: torch.Tensor, weight: torch.Tensor, state: tuple, bias: to
     weight = _whole(weight, state)
     is_late = bias is not None and bias.dtype != weight.dtype  # fp32, perhaps that of x
     y = torch.nn.functional.linear(x.to(weight.dtype), weight, None if is_late else bias).to(x.dtype)
-    return (y.add_(bias) if is_late else y).data
+    return unviewed(y.add_(bias) if is_late else y)
 
 
 @_frozen_linear.backward()
@@ -185,7 +186,7 @@ def _lora_linear(
     rows = x.reshape(-1, x.shape[-1])
     matrix = _whole(weight, state).t()
     y, u = adapted_product(rows, _seen(rows, mask), matrix, bias, lora_a.t(), lora_b.t(), scaling, None)
-    y = y.view(*x.shape[:-1], lora_b.shape[0]).data  # for autograd no view, to which a program may not write
+    y = unviewed(y.view(*x.shape[:-1], lora_b.shape[0]))
     return (y, u, weight, lora_a) if needs_dx else (y, u, None, None)  # a program may write to what no backward reads
 
 
@@ -296,7 +297,7 @@ class _LoraLinearGroup(Function):
         results = []
         for weight, state, bias, u, lora_b in zip(weights, states, biases, projected, factors_b):
             y = add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t())
-            results.append(y.view(*leading, y.shape[1]).data)  # as in `_lora_linear`
+            results.append(unviewed(y.view(*leading, y.shape[1])))
         return tuple(results)
 
     @staticmethod
@@ -404,7 +405,7 @@ def _lora_glu_linear(
     if defers:
         return gate.new_empty_strided(shape, [0] * gate.ndim), y, adapter_project(rows, lora_a.t(), scaling)
     out, u = adapted_product(rows, rows, _whole(weight, state).t(), bias, lora_a.t(), lora_b.t(), scaling, None)
-    return out.view(shape).data, y, u
+    return unviewed(out.view(shape)), y, u
 
 
 @_lora_glu_linear.backward(without_gradient="y u")
@@ -429,7 +430,8 @@ def _deferred_projection(placeholder: torch.Tensor, tensors: tuple):  # autograd
     """Compute the result of the placeholder of `_lora_glu_linear`, and keep nothing."""
     y, u, weight, state, bias, lora_b = tensors
     rows = y.view(-1, y.shape[-1])
-    return add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t()).view(placeholder.shape).data
+    y = add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t())
+    return unviewed(y.view(placeholder.shape))
 
 
 @_deferred_projection.backward()
