@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
+from liger_hw.dispatch.ops import compiler_fuses
 from liger_hw.patching.pins import digest, functions_in, guard
 from liger_hw.patching.reading import Pin, add_entries, read, read_function
 from liger_hw.patching.values import is_known
@@ -88,6 +91,15 @@ class Match:
     def __str__(self):
         name, options = self.op or self.kind, self.shown_options()
         return f"{name}({options})" if options else name
+
+
+def compiles_by_itself(args, kwargs=None, wider=1) -> bool:
+    """Tell whether torch.compile computes a patched module of small tensors by the module's code.
+
+    That code is what the compiler would fuse anyway, and guards of what was matched cost host time.
+    """
+    first = next((x for x in (*args, *(kwargs or {}).values()) if torch.is_tensor(x)), None)
+    return first is not None and compiler_fuses(first, wider)
 
 
 def remember(results, key, find):

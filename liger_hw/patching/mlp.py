@@ -11,15 +11,17 @@ import functools
 import itertools
 
 import torch
+from torch.compiler import is_compiling
 
 from liger_hw.kernels.mlp.glu import activate, unit
 from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import original_class
-from liger_hw.patching.match import Match
+from liger_hw.patching.match import Match, compiles_by_itself
 from liger_hw.patching.projection import is_projection, project_both, project_down, return_new_memory
 from liger_hw.patching.reading import read
 from liger_hw.patching.values import foreign
 
+WIDER = 4  # gate and up than the hidden states, in many models
 PROBE_HIDDEN, PROBE_INTERMEDIATE = 32, 48
 CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -50,7 +52,8 @@ class MLPMatch(Match):
         casts = "casts_under_autocast" in names or not CASTS.isdisjoint(read(original).attributes)
 
         def forward(self, *args, **kwargs):
-            if not unchanged(self, args, kwargs):
+            compiled = is_compiling() and compiles_by_itself(args, wider=WIDER)
+            if compiled or not unchanged(self, args, kwargs):
                 return original.forward(self, *args, **kwargs)
             down = getattr(self, down_name)
             if _stays_unfused(down, args[0]) or casts and _casts(self, names, producer_names, args[0]):

@@ -4,12 +4,13 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from torch.compiler import is_compiling
 
 from liger_hw.kernels.norms.l2_norm import L2_CASTING_MODES, l2_norm
 from liger_hw.kernels.norms.layer_norm import layer_norm
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.patching import probing, witnesses
-from liger_hw.patching.match import Match
+from liger_hw.patching.match import Match, compiles_by_itself
 from liger_hw.patching.reading import read
 
 OPS = {op.__name__: op for op in (rms_norm, layer_norm, l2_norm)}
@@ -47,6 +48,8 @@ class NormMatch(Match):
         derived = original is not torch.nn.LayerNorm and issubclass(original, torch.nn.LayerNorm)
 
         def forward(self, *args, **kwargs):
+            if is_compiling() and compiles_by_itself(args):
+                return original.forward(self, *args, **kwargs)
             if not unchanged(self, args, kwargs) or derived and torch.is_autocast_enabled(args[0].device.type):
                 return original.forward(self, *args, **kwargs)
             x = args[0]

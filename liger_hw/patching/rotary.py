@@ -2,9 +2,9 @@
 
 import functools
 
-import torch
+from torch.compiler import is_compiling
 
-from liger_hw.patching.match import Match
+from liger_hw.patching.match import Match, compiles_by_itself
 from liger_hw.patching.pins import code_guard
 from liger_hw.patching.probing import agree
 from liger_hw.patching.reading import Pin, read_function, read_globals
@@ -54,9 +54,9 @@ def _guarded(original, name, copied, unchanged):
 
     @functools.wraps(copied)
     def method(self, *args, **kwargs):
-        if not unchanged():
+        if is_compiling() and compiles_by_itself(args, kwargs) or not unchanged():
             return getattr(original, name)(self, *args, **kwargs)
-        if not groups or torch.compiler.is_compiling():
+        if not groups or is_compiling():
             return copied(self, *args, **kwargs)
         with Sharing(self, groups):
             return copied(self, *args, **kwargs)

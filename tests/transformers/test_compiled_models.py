@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import liger_hw
 
@@ -135,3 +136,28 @@ def test_exported():
     torch.testing.assert_close(program.module()(ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
     other = copy.deepcopy(patched)(ids + 1, use_cache=False).logits
     torch.testing.assert_close(program.module()(ids + 1, use_cache=False).logits, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gpt2"])
+def test_small_layers_are_compiled_as_unpatched(family, monkeypatch):
+    plain, patched = tiny.pair(family)
+    inputs = tiny.tokens()
+
+    def operations(model):
+        torch._dynamo.reset()
+        graphs = []
+
+        def backend(graph, _):
+            graphs.append([str(node.target) for node in graph.graph.nodes if node.op != "placeholder"])
+            return graph
+
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile(backend=backend)
+        tiny.call(model, **inputs).loss.backward()
+        return graphs
+
+    expected = operations(plain)
+    assert expected and operations(patched) == expected
+    monkeypatch.setattr("liger_hw.dispatch.ops.FUSED_VALUES", 1)
+    assert operations(patched) != expected
