@@ -18,6 +18,7 @@ from torch._C import TensorBase  # the methods of torch.Tensor in C++
 from torch._C import _are_functorch_transforms_active as transforms_active  # of torch.func: grad, vmap, jvp
 from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are active
 from torch._C import _len_torch_function_stack as function_modes
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode  # of ops that compilers trace
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.library import _impls as program_kernels  # names of the operations that Python registered kernels for

@@ -6,6 +6,7 @@ from liger_hw import backends, tuning
 from liger_hw._triton import interpreting, triton
 from liger_hw.checks import UnreadableTensor
 from liger_hw.hooks import hooks
+from liger_hw.inlining import is_traced, launch_later
 from liger_hw.shortcut import shortcut
 
 
@@ -37,7 +38,13 @@ def launch(kernel, grid, config, *args):
         known = _kernels[id(kernel)] = _key_reader(kernel, len(args)), {}
     read_key, launchers = known
     index = args[0].get_device()
-    key, values = read_key(config, index, *args)
+    try:
+        key, values = read_key(config, index, *args)
+    except RuntimeError:  # torch's, of a tensor without memory
+        if not is_traced(args[0]):
+            raise
+        launch_later(kernel, grid, config, args)
+        return
     launcher = launchers.get(key)
     if launcher is None:
         _first_launch(launchers, key, values, kernel, grid, config, args)

@@ -23,6 +23,7 @@ PRODUCT_FLOORS = [  # from the top: a room may import itself and what stands bel
     {"shortcut"},
     {"dispatch"},
     {"sharding"},
+    {"inlining"},
     {"checkpointing"},
     {"tuning"},
     {"checks"},

@@ -316,11 +316,11 @@ def test_tensors_of_another_device_than_the_current_one(gpu, monkeypatch):
     assert (index, index) in second and not hands_over_tensors(second) and current.index == 5
 
 
-def test_only_executed_vendors_bypass_tritons_launcher():
-    """A vendor's constant may be set once its kernels ran on its hardware."""
+def test_only_executed_vendors_bypass_tritons_launcher_and_ops():
+    """A vendor's constants may be set once its kernels ran on its hardware."""
     _, cells = evidence.read([Path(__file__).parent.parent / "lab/results" / "evidence"])
     executed = {cell.backend.partition(":")[0] for cell in cells if cell.level == evidence.EXECUTED and cell.passed}
-    assert {name for name, vendor in VENDORS.items() if vendor.LAUNCHER_SHORTCUT} <= executed
+    assert {name for name, vendor in VENDORS.items() if vendor.LAUNCHER_SHORTCUT or vendor.INLINED_LAUNCHES} <= executed
 
 
 # hooks ---------------------------------------------------------------------------------------------------------------

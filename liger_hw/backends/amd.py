@@ -13,6 +13,7 @@ KNOBS = {"waves_per_eu": (1, 2, 4)}  # compiler options that the tuner varies in
 # Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
 # hardware is in lab/results/evidence.
 LAUNCHER_SHORTCUT = False
+INLINED_LAUNCHES = False  # whether code of torch.compile launches kernels itself (liger_hw/inlining.py)
 
 
 def _row(arch, cards, device, core, in_matrix=True, **same_code):

@@ -15,6 +15,7 @@ KNOBS = {"grf_mode": GRF_MODES, "warp_size": (16, 32)}  # options that the tuner
 # Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Not before an execution on its
 # hardware is in lab/results/evidence.
 LAUNCHER_SHORTCUT = False
+INLINED_LAUNCHES = False  # whether code of torch.compile launches kernels itself (liger_hw/inlining.py)
 
 
 def _row(arch, cards, num_cores, shared_kib, l2_mib, bandwidth, versions, sub_group, sub_groups):

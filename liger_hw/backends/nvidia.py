@@ -9,6 +9,7 @@ NAME = "NVIDIA"
 KNOBS = {}  # compiler options that the tuner varies in addition to a Config
 # Whether a launch may bypass Triton's launcher for this vendor (liger_hw/shortcut.py). Executed: lab/results/evidence.
 LAUNCHER_SHORTCUT = True
+INLINED_LAUNCHES = True  # whether code of torch.compile launches kernels itself (liger_hw/inlining.py)
 
 
 def _row(

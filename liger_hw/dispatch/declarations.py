@@ -7,7 +7,7 @@ from liger_hw.dispatch.registration import default_allocation, register
 from liger_hw.dispatch.wiring import with_backward
 
 
-def raw(outputs=None, *, mutates=(), returns="y"):
+def raw(outputs=None, *, mutates=(), returns="y", most_rows=0):
     """Register a function that launches kernels as an op of `torch.ops.liger_hw`.
 
         @raw()
@@ -32,6 +32,7 @@ def raw(outputs=None, *, mutates=(), returns="y"):
         mutates: names of the tensor arguments written to. Such a function launches one kernel, so nothing is written
             yet if that launch fails, and the function can run again with another configuration.
         returns: names of the results of a function without a star, for `backward`.
+        most_rows: compiled code launches the kernels itself where the first tensor has no more rows; see `inline`.
 
     Returns:
         A function with the attributes `opaque`, the registered op, and `backward`: see `wiring.with_backward`.
@@ -44,7 +45,7 @@ def raw(outputs=None, *, mutates=(), returns="y"):
         allocation = default_allocation(inputs, results)
         if outputs is not None:
             allocation = f"{', '.join(results) or 'y'} = allocate({arguments_by_name(outputs, inputs)})"
-        call = register(function, inputs, results, allocation, mutates, allocate=outputs)
+        call = register(function, inputs, results, allocation, mutates, most_rows=most_rows, allocate=outputs)
         return with_backward(call, inputs, results or returns.split())
 
     return decorate

@@ -12,6 +12,7 @@ from liger_hw.checks import UnreadableTensor
 from liger_hw.dispatch.generated import arguments_by_name, define, described
 from liger_hw.dispatch.precision import uncast
 from liger_hw.hooks import hooks
+from liger_hw.inlining import inline
 from liger_hw.tuning import LaunchFailed
 
 _library = torch.library.Library("liger_hw", "DEF") if AVAILABLE else None
@@ -39,7 +40,7 @@ def is_tuple(annotation) -> bool:
     return hasattr(annotation, "_fields")
 
 
-def register(function, inputs, results, allocation, mutates=(), writes=True, **constants):
+def register(function, inputs, results, allocation, mutates=(), writes=True, most_rows=0, **constants):
     """Register an op of torch, and return the function to call.
 
     Its attribute `opaque` is the registered op.
@@ -49,7 +50,7 @@ def register(function, inputs, results, allocation, mutates=(), writes=True, **c
         results: names of the results; without any it returns `y`.
         writes: the results are parameters of `function`, memory that it writes to; else it returns them.
         allocation: a statement that sets these names or, without them, `y`; for the op's fake, too.
-        mutates: as in `raw`.
+        mutates, most_rows: as in `raw`.
         constants: names that `allocation` uses.
     """
     name, names, returned = function.__name__.strip("_"), ", ".join(inputs), ", ".join(results) or "y"
@@ -109,11 +110,11 @@ def register(function, inputs, results, allocation, mutates=(), writes=True, **c
     call = functools.update_wrapper(functions["call"], function)
     if _library is not None:
         returned = _tensors(len(results)) if results else inspect.signature(function).return_annotation
-        call.opaque = functions["opaque"] = _registered(name, fields, returned, functions, mutates)
+        call.opaque = functions["opaque"] = _registered(name, fields, returned, functions, mutates, most_rows)
     return call
 
 
-def traced_as_one(fake):
+def traced_as_one(fake, most_rows=0):
     """Register a function of `raw` functions and torch as one op for torch.compile.
 
     Eager calls run the function. Compiled code calls each op through torch's dispatcher, and copies what a function
@@ -121,6 +122,7 @@ def traced_as_one(fake):
 
     Args:
         fake: a function of the same arguments that allocates the results.
+        most_rows: as in `raw`.
     """
 
     def decorate(function):
@@ -133,8 +135,8 @@ def traced_as_one(fake):
             with uncast(args[0]):  # autocast casts arguments while a program is traced
                 return function(*args)
 
-        functions = {"run_registered": run, "registered_fake": fake}
-        opaque = _registered(function.__name__, inputs, signature.return_annotation, functions)
+        functions = {"run": run, "run_registered": run, "registered_fake": fake}
+        opaque = _registered(function.__name__, inputs, signature.return_annotation, functions, most_rows=most_rows)
         return functools.wraps(function)(lambda *args: opaque(*args) if is_compiling() else function(*args))
 
     return decorate
@@ -156,7 +158,7 @@ def _fields(inputs):
     return fields, ", ".join(arguments), ", ".join(texts)
 
 
-def _registered(name, inputs, returned, functions, mutates=()):
+def _registered(name, inputs, returned, functions, mutates=(), most_rows=0):
     """Define an op of torch whose schema has the annotations `inputs` and `returned`."""
 
     def prototype():
@@ -168,6 +170,8 @@ def _registered(name, inputs, returned, functions, mutates=()):
     _library.define(name + torch.library.infer_schema(prototype, mutates_args=mutates))
     _library.impl(name, functions["run_registered"], "CompositeExplicitAutograd")
     torch.library.register_fake(f"liger_hw::{name}", functions["registered_fake"], lib=_library)
+    if most_rows:
+        inline(_library, f"liger_hw::{name}", functions["run"], most_rows)
     return getattr(torch.ops.liger_hw, name).default
 
 

@@ -8,6 +8,7 @@ from liger_hw._torch import has_wide_products
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import raw, traced_as_one
+from liger_hw.inlining import is_traced
 from liger_hw.kernels._math import dot
 from liger_hw.kernels._rows import in_order, rows_of
 from liger_hw.launch import launch
@@ -239,7 +240,7 @@ def _allocate_u(x, first):
     return x.new_empty(rows, 3 * rank) if _is_split(x, first) else x.new_empty(rows, rank, dtype=first.dtype)
 
 
-@raw(_allocate_u)
+@raw(_allocate_u, most_rows=MOST_ROWS)
 def adapter_project(x: torch.Tensor, first: torch.Tensor, scale: float, *, u):
     """Compute u = scale x first.
 
@@ -285,7 +286,7 @@ def _scaled_summands(products: torch.Tensor, scale: float, dtype: torch.dtype, *
     _split(products, summands, parts=3, scale=scale)
 
 
-@raw(lambda u, second: u.new_empty(u.shape[0], second.shape[1]))
+@raw(lambda u, second: u.new_empty(u.shape[0], second.shape[1]), most_rows=MOST_ROWS)
 def adapter_expand(u: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None, *, y):
     """Compute y = u second + bias by the kernel.
 
@@ -321,7 +322,10 @@ def add_products(rows, matrix, bias, u, second, mask=None):
     """
     if rows.dtype == matrix.dtype and _runs_kernels(rows, second, second.shape[0]):
         y = adapter_expand(u, second, bias)
-        return (y if mask is None else y.mul_(mask)).addmm_(rows, matrix)
+        y = y if mask is None else y.mul_(mask)
+        if is_traced(y):  # addmm_ would copy y; the compiler fuses this sum with what follows
+            return (torch.mm(rows, matrix).float() + y.float()).to(y.dtype)
+        return y.addmm_(rows, matrix)
     is_late = bias is not None and rows.dtype != matrix.dtype  # fp32, perhaps that of the rows
     first_bias = None if bias is None or is_late else bias.to(matrix.dtype)
     y = torch.nn.functional.linear(rows.to(matrix.dtype), matrix.t(), first_bias).to(rows.dtype)
@@ -336,7 +340,7 @@ def _allocate_adapted(rows, seen, matrix, bias, first, *others):
     return rows.new_empty(rows.shape[0], matrix.shape[1]), _allocate_u(seen, first)
 
 
-@traced_as_one(_allocate_adapted)
+@traced_as_one(_allocate_adapted, most_rows=MOST_ROWS)
 def adapted_product(
     rows: torch.Tensor, seen: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, first: torch.Tensor,
     second: torch.Tensor, scale: float, mask: torch.Tensor | None,
@@ -394,7 +398,7 @@ def _allocate_gradients(x, du, dy, u, dy1, u1, dy2, u2, parts):
     return da, *(y if y is None else x.new_empty(y.shape[1], u.shape[1] // parts, dtype=dtype) for y, u in pairs)
 
 
-@raw(_allocate_gradients)
+@raw(_allocate_gradients, most_rows=MOST_ROWS)
 def adapter_gradients(
     x: torch.Tensor, du: torch.Tensor | None, dy: torch.Tensor | None, u: torch.Tensor | None,
     dy1: torch.Tensor | None, u1: torch.Tensor | None, dy2: torch.Tensor | None, u2: torch.Tensor | None,
