@@ -454,12 +454,14 @@ def causal_conv1d_backward(
             tl.store(SUMS + at + SIZE * width, dbias)
 
 
-def _parts(config, x, blocks):
-    """Return how many programs share columns, and how many parts a batch entry has."""
-    rows, _ = rows_and_cols(x)
+def _divided(find_config, x, views):
+    """Return a configuration, blocks of columns, programs of a block, parts of a batch entry."""
+    rows, cols = rows_and_cols(x)
+    config = find_config(cols, x.element_size(), sum(view is not None for view in views), device_of(x))
+    blocks = -(-cols // config["COLS"])
     programs = programs_for_blocks(config, x.numel(), rows, blocks)
     parts = max(programs // len(x), 1)
-    return min(programs, len(x) * parts), parts
+    return config, blocks, min(programs, len(x) * parts), parts
 
 
 @raw()
@@ -472,18 +474,12 @@ def _causal_conv1d_forward(
         return
     rows, cols = rows_and_cols(x)
     views, strides = zip(*map(rows_or_none, (x, input_gate, output_gate)))
-    config = causal_conv1d_forward_config(cols, x.element_size(), _count_present(views), device_of(x))
-    blocks = -(-cols // config["COLS"])
-    programs, parts = _parts(config, x, blocks)
+    config, blocks, programs, parts = _divided(causal_conv1d_forward_config, x, views)
     launch(
         causal_conv1d_forward, (programs * blocks, 1, 1), config,
         views[0], taps, bias, *views[1:], initial_states, seq_idx, y, rows, x.shape[1], parts, *strides, cols,
         len(taps), activation,
     )  # fmt: skip
-
-
-def _count_present(tensors):
-    return sum(x is not None for x in tensors)
 
 
 @raw()
@@ -503,9 +499,7 @@ def _causal_conv1d_backward(
         return
     rows, cols = rows_and_cols(x)
     views, strides = zip(*map(rows_or_none, (x, input_gate, output_gate, dy)))
-    config = causal_conv1d_backward_config(cols, x.element_size(), _count_present(views), device_of(x))
-    blocks = -(-cols // config["COLS"])
-    programs, parts = _parts(config, x, blocks)
+    config, blocks, programs, parts = _divided(causal_conv1d_backward_config, x, views)
     count, width, total = len(taps) + (bias is not None), blocks * config["COLS"], None
     if dtaps is not None or dbias is not None:
         total = dy.new_empty(count * width, dtype=torch.float32)
