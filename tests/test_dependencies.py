@@ -36,8 +36,7 @@ LAB_FLOORS = [  # each may import the whole product
     {"levels"},
     {"bench"},
     {"cases", "contribution"},
-    {"case"},
-    {"inputs", "models", "terminal"},
+    {"models", "terminal"},
 ]
 FLOORS = {
     wing: {room: number for number, rooms in enumerate(floors) for room in rooms}

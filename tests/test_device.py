@@ -16,9 +16,9 @@ from liger_hw.kernels.norms.layer_norm import layer_norm
 from liger_hw.kernels.norms.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.vocabulary.cross_entropy import cross_entropy
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.testing.inputs import flat
 from liger_hw.testing.parity import check, run
 from liger_lab.cases import CASES, training_cases
-from liger_lab.inputs import flat
 
 pytestmark = pytest.mark.skipif(
     interpreting() or not torch.accelerator.is_available(), reason="no accelerator here, or the interpreter is on"

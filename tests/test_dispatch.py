@@ -13,8 +13,8 @@ from liger_hw.checks import check
 from liger_hw.dispatch import OPS, differentiable, op
 from liger_hw.kernels.norms.rms_norm import rms_norm
 from liger_hw.losses.sequences import token_loss
+from liger_hw.testing.inputs import flat
 from liger_lab.cases import CASES, DIFFERENTIABLE, small_cases
-from liger_lab.inputs import flat
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from liger_hw import use_backend
 from liger_hw._torch import constant_result
 from liger_hw._triton import interpreting
 from liger_hw.dispatch import OPS
+from liger_hw.testing.inputs import flat
 from liger_hw.testing.parity import check
 from liger_lab.cases import CASES, DIFFERENTIABLE, training_cases
-from liger_lab.inputs import flat
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="traces kernels of CPU tensors: needs TRITON_INTERPRET=1")
 

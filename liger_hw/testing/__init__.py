@@ -1,1 +1,1 @@
-"""Define the parity rule of ops."""
+"""Define the parity rule and the cases of every op."""

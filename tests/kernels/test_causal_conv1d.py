@@ -10,10 +10,10 @@ from liger_hw.kernels.attention.causal_conv1d import (
     causal_conv1d_backward_config,
     causal_conv1d_forward_config,
 )
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
 from liger_hw.tuning import Config
 from liger_hw.tuning.choice import override
-from liger_lab.inputs import randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

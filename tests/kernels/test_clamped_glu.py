@@ -4,9 +4,9 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.mlp.clamped_glu import clamped_swiglu
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
 from liger_lab.cases.clamped_glu import CLAMPS
-from liger_lab.inputs import randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from liger_hw import use_backend
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy
+from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.inputs import randn, targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -9,9 +9,9 @@ from liger_hw import dequantize_4bit, use_backend
 from liger_hw._triton import interpreting
 from liger_hw.backends import ARCHITECTURES
 from liger_hw.kernels.linear.dequantize_4bit import BLOCK_SIZES, dequantize_arguments, dequantize_blocks_config
+from liger_hw.testing.inputs import integers
 from liger_hw.testing.parity import check
 from liger_lab.cases import small_cases
-from liger_lab.inputs import integers
 
 NF4 = [
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

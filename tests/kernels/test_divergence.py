@@ -4,8 +4,8 @@ import torch.nn.functional as F
 
 from liger_hw import use_backend
 from liger_hw.kernels.vocabulary.divergence import jsd, kl_div, tvd
+from liger_hw.testing.inputs import log_probs, targets
 from liger_hw.testing.parity import check
-from liger_lab.inputs import log_probs, targets
 
 OPS = [jsd, kl_div, tvd]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -4,8 +4,8 @@ from torch.nn import functional as F
 
 from liger_hw import embedding, use_backend
 from liger_hw.kernels.vocabulary.embedding import _chunk_of
+from liger_hw.testing.inputs import randn, tokens
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.inputs import randn, tokens
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CHUNK = _chunk_of(1)

@@ -6,8 +6,8 @@ from liger_hw._triton import interpreting
 from liger_hw.dispatch import widen
 from liger_hw.kernels.mlp.glu import ACTIVATIONS
 from liger_hw.kernels.moe.expert_glu import expert_glu_backward_in_place
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import compare
-from liger_lab.inputs import randn
 
 
 def by_torch(gate, up, d, weights, activation):

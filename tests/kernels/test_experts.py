@@ -6,8 +6,8 @@ from liger_hw import experts, use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.moe.experts import sort_by_expert
 from liger_hw.kernels.moe.routing import sort_pairs
+from liger_hw.testing.inputs import chosen_experts, randn
 from liger_hw.testing.parity import check, run
-from liger_lab.inputs import chosen_experts, randn
 
 # the interpreter truncates to bf16, which adds up
 DTYPES = [torch.float32, torch.float16] if interpreting() else [torch.float32, torch.float16, torch.bfloat16]

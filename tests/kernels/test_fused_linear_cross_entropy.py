@@ -10,8 +10,8 @@ from liger_hw.kernels.vocabulary import chunked_head
 from liger_hw.kernels.vocabulary.chunked_head import MiB, chunk_rows
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
+from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.inputs import randn, targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 H200 = nvidia.ARCHS["sm90"]

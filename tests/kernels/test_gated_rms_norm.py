@@ -7,8 +7,8 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.norms.gated_rms_norm import GATED_CASTING_MODES, gated_rms_norm, modulated_rms_norm
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.inputs import randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = [gated_rms_norm, modulated_rms_norm]

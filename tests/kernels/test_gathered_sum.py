@@ -4,8 +4,8 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.moe.gathered_sum import sum_gathered
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import compare
-from liger_lab.inputs import randn
 
 
 def by_torch(rows, place, weights):

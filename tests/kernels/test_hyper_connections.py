@@ -5,10 +5,10 @@ import torch
 
 from liger_hw import mhc_post_res, mhc_pre, use_backend
 from liger_hw._triton import interpreting
+from liger_hw.testing.inputs import Inputs
 from liger_hw.testing.parity import check, compare, run
 from liger_lab.cases import CASES, small_cases
 from liger_lab.cases.hyper_connections import post_res_tensors, pre_tensors
-from liger_lab.inputs import Inputs
 
 OPS = {"mhc_pre": mhc_pre, "mhc_post_res": mhc_post_res}
 TENSORS = {"mhc_pre": pre_tensors, "mhc_post_res": post_res_tensors}

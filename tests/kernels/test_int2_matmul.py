@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from liger_hw import int2_matmul, pack_int2, unpack_int2, use_backend
+from liger_hw.testing.inputs import integers
 from liger_hw.testing.parity import check
 from liger_lab.cases import small_cases
-from liger_lab.inputs import integers
 
 
 def draw(rows, depth, cols, device):

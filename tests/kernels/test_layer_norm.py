@@ -4,10 +4,10 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.norms.layer_norm import layer_norm, layer_norm_backward_config, layer_norm_forward_config
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
 from liger_hw.tuning import Config
 from liger_hw.tuning.choice import override
-from liger_lab.inputs import randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -7,9 +7,9 @@ from liger_hw import dequantize_4bit, use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.linear.lora_linear import lora_glu_linear, lora_linear, lora_linear_group, products, share_dx
 from liger_hw.kernels.linear.lora_linear.products import MOST_ROWS, adapter_project
+from liger_hw.testing.inputs import integers
 from liger_hw.testing.parity import check, compare, run
 from liger_lab.cases import small_cases, wide_cases
-from liger_lab.inputs import integers
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OPS = [lora_linear, lora_glu_linear]

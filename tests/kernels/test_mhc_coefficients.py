@@ -3,10 +3,10 @@ import torch
 
 from liger_hw import mhc_coefficients, use_backend
 from liger_hw._triton import interpreting
+from liger_hw.testing.inputs import Inputs
 from liger_hw.testing.parity import check, compare, expected, run
 from liger_lab.cases import CASES, small_cases
 from liger_lab.cases.hyper_connections import coefficient_tensors
-from liger_lab.inputs import Inputs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAMES = ("x", "phi", "b", "alpha_pre", "alpha_post", "alpha_res")

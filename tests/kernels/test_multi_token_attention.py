@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 from liger_hw import multi_token_attention, use_backend
 from liger_hw.kernels.attention import softmax
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
 from liger_hw.tuning import Config
-from liger_lab.inputs import randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = pytest.mark.parametrize("sparse", [False, True], ids=["softmax", "sparsemax"])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from liger_hw import neighborhood_attention, use_backend
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.inputs import randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -4,8 +4,8 @@ import torch
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.norms.poly_norm import poly_norm
+from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.inputs import randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -8,8 +8,8 @@ from head_layouts import LAYOUTS, spread
 from liger_hw import qk_norm_rope, rms_norm, rope, use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES
+from liger_hw.testing.inputs import angles, randn
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.inputs import angles, randn
 
 module = importlib.import_module("liger_hw.kernels.attention.qk_norm_rope")
 

@@ -5,8 +5,8 @@ from head_layouts import LAYOUTS, spread
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.kernels.attention.rope import rope
+from liger_hw.testing.inputs import angles, randn
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.inputs import angles, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from liger_hw import experts, load_balancing_loss, router, router_z_loss, use_backend
+from liger_hw.testing.inputs import chosen_experts, randn
 from liger_hw.testing.parity import run
-from liger_lab.inputs import chosen_experts, randn
 
 TOKENS, HIDDEN, NUMBER = 50, 24, 16
 

@@ -7,8 +7,8 @@ from liger_hw._triton import interpreting
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
 from liger_hw.sharding import DimensionShard
+from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
-from liger_lab.inputs import randn, targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

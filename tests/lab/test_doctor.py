@@ -14,9 +14,9 @@ import torch
 from liger_hw import backends, cli, dispatch, tuning
 from liger_hw._triton import AVAILABLE, interpreting
 from liger_hw.backends import amd, intel, nvidia
+from liger_hw.testing.case import Case
 from liger_hw.tuning import Config
 from liger_lab import contribution
-from liger_lab.case import Case
 from liger_lab.cases import small_cases
 from liger_lab.cli import common
 from liger_lab.levels import doctor, evidence

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from naive import hold
 
 from liger_hw.losses.distillation import SOFT_LOSSES, distillation_loss
-from liger_lab.inputs import randn, targets
+from liger_hw.testing.inputs import randn, targets
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

@@ -13,8 +13,8 @@ from liger_hw import (
 )
 from liger_hw.losses.engine import logits_loss
 from liger_hw.losses.sequences import token_loss
+from liger_hw.testing.inputs import randn, targets
 from liger_hw.transformers import functional
-from liger_lab.inputs import randn, targets
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

@@ -17,8 +17,8 @@ from liger_hw.chunked_loss.fused_linear_preference import LigerFusedLinearPrefer
 from liger_hw.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
 from liger_hw.losses.policy import OBJECTIVES
 from liger_hw.losses.preference_formulas import PAIR_LOSSES
+from liger_hw.testing.inputs import log_probs, randn
 from liger_hw.transformers import LigerFusedLinearJSD, LigerJSD, LigerKLDIVLoss, LigerTVDLoss, triton_grpo_loss
-from liger_lab.inputs import log_probs, randn
 
 # constructor arguments with their defaults, and those of forward
 SIGNATURES = {

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from naive import hold
 
 from liger_hw.losses.multi_token import multi_token_loss
-from liger_lab.inputs import randn
+from liger_hw.testing.inputs import randn
 
 
 def case(heads=3, batch=2, length=6, device="cpu"):

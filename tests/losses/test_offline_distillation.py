@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from naive import hold
 
 from liger_hw.losses.offline_distillation import offline_distillation_loss
+from liger_hw.testing.inputs import randn, targets
 from liger_hw.transformers.functional import liger_fused_linear_kl_div
-from liger_lab.inputs import randn, targets
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 CLASSES = 37

@@ -6,7 +6,7 @@ from naive import hold, leaves, token_log_probs
 
 from liger_hw import use_backend
 from liger_hw.losses.policy import OBJECTIVES, PolicyOptions, policy_loss, policy_loss_of_logits, token_weights
-from liger_lab.inputs import randn
+from liger_hw.testing.inputs import randn
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

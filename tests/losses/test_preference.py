@@ -9,7 +9,7 @@ from old_torch import traces_whole_losses
 from liger_hw import PreferenceLoss, use_backend
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
 from liger_hw.losses.preference_formulas import PAIR_LOSSES, UNPAIRED_LOSSES, Pairs, pair_loss
-from liger_lab.inputs import randn
+from liger_hw.testing.inputs import randn
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

@@ -5,7 +5,7 @@ from naive import hold, token_log_probs
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead
 from liger_hw.losses import sequences
 from liger_hw.losses.sequences import sequence_loss
-from liger_lab.inputs import randn
+from liger_hw.testing.inputs import randn
 
 
 def case(count=6, length=5, device="cpu"):

@@ -1,7 +1,7 @@
 """Make the shapes of an op's sweep over vocabularies, widths or tokens."""
 
 from liger_hw.checks import check
-from liger_lab.case import Case
+from liger_hw.testing.case import Case
 from liger_lab.cases import cross_entropy, embedding, glu, norms, rope, softmax
 from liger_lab.models import TOKENS
 

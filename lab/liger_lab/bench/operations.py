@@ -13,11 +13,11 @@ import torch
 from liger_hw import backends, dispatch
 from liger_hw.kernels import load_all
 from liger_hw.testing import parity
+from liger_hw.testing.case import Case
 from liger_lab.bench import memory, op_sweeps
 from liger_lab.bench.measure import Clock
 from liger_lab.bench.peers import FLOOR, OURS, PEERS
 from liger_lab.bench.run_file import environment, new_benchmark, record_skip, saved_at_end, write
-from liger_lab.case import Case
 from liger_lab.cases import CASES, model_cases, small_cases
 
 MODES = ("fwd", "bwd", "full", "host")

@@ -13,7 +13,7 @@ from liger_hw._torch import grouped_mm
 from liger_hw.kernels.moe.experts import sort_by_expert
 from liger_hw.kernels.moe.grouped_mm import multiply_groups, multiply_rows
 from liger_hw.spelling import check_known
-from liger_lab.case import Case
+from liger_hw.testing.case import Case
 
 OURS, FLOOR = "liger_hw", "floor"
 LOSS_ALONE = "liger_hw, loss alone"  # patched with the fused loss and nothing else

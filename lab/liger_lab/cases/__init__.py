@@ -13,8 +13,8 @@ import torch
 from liger_hw.dispatch import OPS
 from liger_hw.kernels import load_all
 from liger_hw.spelling import check_known
-from liger_lab.case import Case, OpCases
-from liger_lab.inputs import Inputs
+from liger_hw.testing.case import Case, OpCases
+from liger_hw.testing.inputs import Inputs
 
 load_all()
 CASES: dict[str, OpCases] = {

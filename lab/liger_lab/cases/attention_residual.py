@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_lab.case import PARTIAL_WIDTHS, WIDE_ROWS, OpCases, Shape
+from liger_hw.testing.case import PARTIAL_WIDTHS, WIDE_ROWS, OpCases, Shape
 
 
 def inputs(new, *shape):

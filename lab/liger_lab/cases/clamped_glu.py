@@ -2,8 +2,8 @@
 
 from math import inf, nan
 
-from liger_lab.case import OpCases, Shape
-from liger_lab.inputs import put
+from liger_hw.testing.case import OpCases, Shape
+from liger_hw.testing.inputs import put
 from liger_lab.models import TOKENS
 
 CLAMPS = [

@@ -4,8 +4,8 @@ from math import inf, nan
 
 import torch
 
-from liger_lab.case import OpCases, Shape
-from liger_lab.inputs import put
+from liger_hw.testing.case import OpCases, Shape
+from liger_hw.testing.inputs import put
 from liger_lab.models import MODELS, TOKENS
 
 MiB = 2**20

@@ -4,8 +4,8 @@ from math import inf, nan
 
 import torch
 
-from liger_lab.case import OpCases, Shape
-from liger_lab.inputs import put
+from liger_hw.testing.case import OpCases, Shape
+from liger_hw.testing.inputs import put
 from liger_lab.models import SMALL_AND_MEDIUM, TOKENS
 
 SMALL = ((12, 130), (5, 517), (0, 8), (20, 9))

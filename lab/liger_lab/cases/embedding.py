@@ -1,6 +1,6 @@
 """Cases of rows of a table."""
 
-from liger_lab.case import PARTIAL_WIDTHS, OpCases, Shape
+from liger_hw.testing.case import PARTIAL_WIDTHS, OpCases, Shape
 from liger_lab.models import MODELS, TOKENS
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from liger_lab.case import OpCases, Shape
+from liger_hw.testing.case import OpCases, Shape
 from liger_lab.models import TOKENS
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_lab.case import PARTIAL_WIDTHS, OpCases, Shape
+from liger_hw.testing.case import PARTIAL_WIDTHS, OpCases, Shape
 from liger_lab.models import SMALL_AND_MEDIUM, TOKENS
 
 STREAMS = 4  # of the models of arXiv:2512.24880

@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_lab.case import WIDE_ROWS, OpCases, Shape
+from liger_hw.testing.case import WIDE_ROWS, OpCases, Shape
 from liger_lab.models import MODELS
 
 

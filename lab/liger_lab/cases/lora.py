@@ -3,7 +3,7 @@
 import torch
 
 from liger_hw.kernels.linear.lora_linear.products import MOST_ROWS
-from liger_lab.case import OpCases, Shape
+from liger_hw.testing.case import OpCases, Shape
 from liger_lab.models import MODELS, TOKENS
 
 

@@ -1,6 +1,6 @@
 """Cases of neighborhood attention."""
 
-from liger_lab.case import OpCases, Shape
+from liger_hw.testing.case import OpCases, Shape
 
 
 def small(new):

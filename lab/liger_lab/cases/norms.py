@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from liger_lab.case import PARTIAL_WIDTHS, WIDE_ROWS, OpCases, Shape
+from liger_hw.testing.case import PARTIAL_WIDTHS, WIDE_ROWS, OpCases, Shape
 from liger_lab.models import MODELS, TOKENS
 
 SMALL = ((5, 123), (3, 1024), (1, 8), (33, 64), (0, 16))

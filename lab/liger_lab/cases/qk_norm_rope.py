@@ -1,7 +1,7 @@
 """Cases of the norm of queries and keys with their rotation."""
 
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES
-from liger_lab.case import OpCases, Shape
+from liger_hw.testing.case import OpCases, Shape
 from liger_lab.models import MODELS, TOKENS
 
 

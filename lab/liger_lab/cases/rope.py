@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_lab.case import OpCases, Shape
+from liger_hw.testing.case import OpCases, Shape
 from liger_lab.models import MODELS, TOKENS
 
 

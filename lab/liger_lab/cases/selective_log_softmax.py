@@ -4,9 +4,9 @@ from math import inf, nan
 
 import torch
 
-from liger_lab.case import OpCases
+from liger_hw.testing.case import OpCases
+from liger_hw.testing.inputs import put
 from liger_lab.cases.cross_entropy import head_shape, heads_with_fp32_logits, logits_shape
-from liger_lab.inputs import put
 from liger_lab.models import SMALL_AND_MEDIUM, TOKENS
 
 OPTIONS = [

@@ -2,8 +2,8 @@
 
 from math import inf, nan
 
-from liger_lab.case import PARTIAL_WIDTHS, WIDE_ROWS, OpCases, Shape
-from liger_lab.inputs import put
+from liger_hw.testing.case import PARTIAL_WIDTHS, WIDE_ROWS, OpCases, Shape
+from liger_hw.testing.inputs import put
 
 SCORES = ((65536, 1024), (32768, 2048), (16384, 8192))  # rows of attention scores, by context
 VOCABULARIES = ((8192, 32000), (4096, 128256))

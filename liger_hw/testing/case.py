@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from liger_lab.inputs import Inputs
+from liger_hw.testing.inputs import Inputs
 
 WIDE_ROWS = 16  # of the compile matrix: Triton compiles other code where it is a multiple of 16, as in training
 PARTIAL_WIDTHS = (12288, 24576)  # rows in one block that they do not fill: masks take further registers
