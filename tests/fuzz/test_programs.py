@@ -47,3 +47,14 @@ def test_a_judge_that_keeps_copies_has_the_weights_of_now(last):
     """torch's context of copies takes an older one after a write that it does not count."""
     names = [action.__name__ for action in programs.ACTIONS]
     assert programs.run("phi", [(names.index(name), choice) for name, choice in last]) is None
+
+
+def test_torchs_error_of_a_freed_graph_is_no_refusal(monkeypatch):
+    def freed(side, choice):
+        programs.forward(side, 10)
+        side.out.loss.backward(retain_graph=side.kind != "patched")
+        side.out.loss.backward()
+
+    monkeypatch.setattr(programs, "ACTIONS", (freed,))
+    with pytest.raises(programs.Difference, match="a second time"):
+        programs.run("llama", [(0, 0)])
