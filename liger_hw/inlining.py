@@ -9,7 +9,7 @@ import functools
 import torch
 
 from liger_hw import backends
-from liger_hw._torch import FunctionalTensor, FunctionalTensorMode
+from liger_hw._torch import INLINED_KERNELS, FunctionalTensor, FunctionalTensorMode
 from liger_hw._triton import interpreting, triton
 from liger_hw.hooks import hooks
 
@@ -18,26 +18,30 @@ class NotInlined(Exception):
     """A launch that compiled code cannot make: it calls the op."""
 
 
-def inline(library, operation, function, most_rows) -> None:
-    """Let compiled code run what `function` runs, instead of a call of its op.
+def inline(library, operation, run, function, most_rows) -> None:
+    """Let compiled code do what `run` does, instead of a call of its op.
 
     This is what torch.library.triton_op does, for an op that also runs eagerly, interpreted and on any backend.
 
     Args:
         operation: name of the op, whose first argument are rows.
+        function: the declared one; the compiler's cache on disk compares the source of the kernels in its file.
         most_rows: the op stays for more; it takes longer than its call.
     """
+    if not most_rows:
+        return
 
     def decompose(mode, operation, types, args, kwargs=None):
         if _may_inline(args) and args[0].shape[0] <= most_rows:
             try:
                 with mode, torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):
-                    return function(*args)
+                    return run(*args)
             except NotInlined:
                 pass
         return mode.__torch_dispatch__(operation, types, args, kwargs or {})
 
     torch.library.register_torch_dispatch(operation, FunctionalTensorMode, decompose, lib=library)
+    INLINED_KERNELS[operation] = [x for x in function.__globals__.values() if isinstance(x, triton.JITFunction)]
 
 
 def _may_inline(args):

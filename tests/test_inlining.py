@@ -119,3 +119,10 @@ def test_exported_programs_call_ops():
     for exported in (program, program.run_decompositions()):
         names = [str(node.target) for node in exported.graph.nodes]
         assert not count(names, INLINED) and count(names, OPS)
+
+
+def test_the_compilers_cache_knows_the_kernels():
+    """Else a later version with other kernels would get the code of this one from the disk."""
+    for name in ("adapted_product", "adapter_project", "adapter_expand", "adapter_gradients"):
+        kernels = torch._library.triton.get_triton_kernels_for_op(f"liger_hw::{name}")
+        assert {"lora_project", "lora_expand", "lora_gradients", "lora_split"} <= {k.__name__ for k in kernels}

@@ -53,9 +53,7 @@ def register(function, inputs, results, allocation, mutates=(), writes=True, mos
         mutates, most_rows: as in `raw`.
         constants: names that `allocation` uses.
     """
-    name, names, returned = function.__name__.strip("_"), ", ".join(inputs), ", ".join(results) or "y"
-    if not name:
-        raise TypeError(f"{described(function)}: got the name '_', allowed: one for the op of torch.ops.liger_hw")
+    name, names, returned = _op_name(function), ", ".join(inputs), ", ".join(results) or "y"
     writes = writes and results
     launches = f"function({arguments_by_name(function, [*inputs, *(results if writes else ())])})"
     launches = f"{allocation}; {launches}" if writes else f"{returned} = {launches}"
@@ -110,8 +108,16 @@ def register(function, inputs, results, allocation, mutates=(), writes=True, mos
     call = functools.update_wrapper(functions["call"], function)
     if _library is not None:
         returned = _tensors(len(results)) if results else inspect.signature(function).return_annotation
-        call.opaque = functions["opaque"] = _registered(name, fields, returned, functions, mutates, most_rows)
+        call.opaque = functions["opaque"] = _registered(name, fields, returned, functions, mutates)
+        inline(_library, f"liger_hw::{name}", functions["run"], function, most_rows)
     return call
+
+
+def _op_name(function):
+    name = function.__name__.strip("_")
+    if not name:
+        raise TypeError(f"{described(function)}: got the name '_', allowed: one for the op of torch.ops.liger_hw")
+    return name
 
 
 def traced_as_one(fake, most_rows=0):
@@ -135,8 +141,9 @@ def traced_as_one(fake, most_rows=0):
             with uncast(args[0]):  # autocast casts arguments while a program is traced
                 return function(*args)
 
-        functions = {"run": run, "run_registered": run, "registered_fake": fake}
-        opaque = _registered(function.__name__, inputs, signature.return_annotation, functions, most_rows=most_rows)
+        functions = {"run_registered": run, "registered_fake": fake}
+        opaque = _registered(function.__name__, inputs, signature.return_annotation, functions)
+        inline(_library, f"liger_hw::{function.__name__}", run, function, most_rows)
         return functools.wraps(function)(lambda *args: opaque(*args) if is_compiling() else function(*args))
 
     return decorate
@@ -158,7 +165,7 @@ def _fields(inputs):
     return fields, ", ".join(arguments), ", ".join(texts)
 
 
-def _registered(name, inputs, returned, functions, mutates=(), most_rows=0):
+def _registered(name, inputs, returned, functions, mutates=()):
     """Define an op of torch whose schema has the annotations `inputs` and `returned`."""
 
     def prototype():
@@ -170,8 +177,6 @@ def _registered(name, inputs, returned, functions, mutates=(), most_rows=0):
     _library.define(name + torch.library.infer_schema(prototype, mutates_args=mutates))
     _library.impl(name, functions["run_registered"], "CompositeExplicitAutograd")
     torch.library.register_fake(f"liger_hw::{name}", functions["registered_fake"], lib=_library)
-    if most_rows:
-        inline(_library, f"liger_hw::{name}", functions["run"], most_rows)
     return getattr(torch.ops.liger_hw, name).default
 
 
