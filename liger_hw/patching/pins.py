@@ -10,6 +10,7 @@ import collections
 import enum
 import functools
 import hashlib
+import itertools
 import numbers
 import sys
 import types
@@ -241,11 +242,11 @@ class Members:
         self.classes = [*TENSORS, *((vars(cls), frozenset(vars(cls)), None) for cls in modules)]
         self.new, self.sizes = [], None
         self.count = sum(len(known) for _, known, _ in self.classes) + len(KERNELS)
-        self.patched = [{}]  # the dictionary of the patched class
+        self.patched = [{}, None]  # the dictionary of the patched class, the class
 
     def watch(self, cls):
         """Notice names that a program adds to the patched class, as by `type(module).limit = 7`."""
-        self.patched[0] = vars(cls)
+        self.patched[:] = vars(cls), cls
         self.classes.append((vars(cls), frozenset(vars(cls)), None))
         self.count += len(vars(cls))
 
@@ -283,6 +284,14 @@ KERNELS = frozenset(_torch.program_kernels)
 HIDES_ALL = {"__getattr__", "__getattribute__"}
 
 
+@_torch.constant_result
+def hides_nothing(cls, patched):
+    """Tell whether a program's subclass of a patched class hides no name that code reads."""
+    bases = itertools.takewhile(lambda base: base is not patched, cls.__mro__)
+    names = reading.attributes_read | HIDES_ALL
+    return all(is_known(base) or names.isdisjoint(vars(base)) for base in bases)
+
+
 def _changes_operations(kernel):
     """Tell whether a kernel that Python registered, such as "aten/silu/CPU", may change what code computes.
 
@@ -315,8 +324,11 @@ def guard(pins, attributes, shadowed, bypassed, classes=(), inputs=()):
     """
     # a parametrization may change its state at each read of a parameter, and a replacement may read it twice
     conditions = ["code_unchanged()", "'parametrizations' not in module._modules"]
-    values = {"code_unchanged": code_guard(pins, (*classes, *(cls for _, cls in bypassed)))}
-    values |= {"fact": fact, "is_intercepted": is_intercepted, "original_class": original_class}
+    conditions.append("(type(module) is patched[1] or hides_nothing(type(module), patched[1]))")
+    code_unchanged = code_guard(pins, (*classes, *(cls for _, cls in bypassed)))
+    members = code_unchanged.members
+    values = {"code_unchanged": code_unchanged, "members": members, "patched": members.patched, "fact": fact}
+    values |= {"hides_nothing": hides_nothing, "is_intercepted": is_intercepted, "original_class": original_class}
     for index, (child, cls) in enumerate(bypassed):
         values[f"c{index}"], current = cls, f"module._modules[{child!r}]"
         conditions.append(f"(type({current}) is c{index} or original_class({current}) is c{index})")
@@ -339,15 +351,12 @@ def guard(pins, attributes, shadowed, bypassed, classes=(), inputs=()):
     for child, names in shadowed.items():
         holder = "module" if child is None else f"module._modules[{child!r}]"
         conditions += [f"{name!r} not in {holder}.__dict__" for name in sorted(names)]
-    parameters = "module"
-    if inputs:
-        parameters += ", args, kwargs"
-        values |= {"cover": cover, "by_name": {*inputs[1:]}}
-        named = "(not kwargs or kwargs.keys() <= by_name)" if inputs[1:] else "not kwargs"
-        conditions = [f"0 < len(args) <= {len(inputs)}", named, *conditions, "cover(args[0])"]
-    unchanged = _generate(parameters, conditions, values)
-    unchanged.members = values["code_unchanged"].members
-    return unchanged
+    if not inputs:
+        return _generate("module", conditions, values)
+    values |= {"cover": cover, "by_name": {*inputs[1:]}}
+    named = "(not kwargs or kwargs.keys() <= by_name)" if inputs[1:] else "not kwargs"
+    conditions = [f"0 < len(args) <= {len(inputs)}", named, *conditions, "cover(args[0])"]
+    return _generate("module, args, kwargs", conditions, values)
 
 
 def digest(pins):
@@ -407,9 +416,7 @@ def code_guard(pins, classes=()):
     values |= {"kernels": _torch.program_kernels, "patched": members.patched}
     conditions.append(f"({count} == members.count or members.are_unchanged())")
     values |= {"members": members, "entry": dict.__getitem__}
-    unchanged = _torch.constant_result(_generate("", conditions, values))
-    unchanged.members = members
-    return unchanged
+    return _torch.constant_result(_generate("", conditions, values))
 
 
 def _generate(parameters, conditions, values):
@@ -417,4 +424,5 @@ def _generate(parameters, conditions, values):
     source += " except (KeyError, AttributeError):\n  return False\n"
     namespace = dict(values)
     exec(source, namespace)  # noqa: S102
+    namespace["unchanged"].members = values["members"]
     return namespace["unchanged"]

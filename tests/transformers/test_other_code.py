@@ -17,7 +17,7 @@ import pytest
 import tiny  # skips without transformers
 import torch
 import transformers
-from test_replaced_code import half
+from test_replaced_code import guard_of, half
 from torch import nn
 from torch.nn import functional as F
 
@@ -377,6 +377,17 @@ def test_what_a_program_sets_in_the_class_of_an_instance_counts(place, monkeypat
     assert torch.equal(patched(ROWS), before)
 
 
+@pytest.mark.parametrize("place", SET_BY_TYPE)
+def test_a_programs_subclass_of_the_class_of_an_instance_counts(place):
+    name, value = SET_BY_TYPE[place]
+    plain, patched = pair(Halved())
+    before = patched(ROWS)
+    for part in (plain, patched):
+        part.__class__ = type("Mixed", (type("Mixin", (), {name: value}), type(part)), {})
+    after = plain(ROWS)
+    assert torch.equal(patched(ROWS), after) and not torch.equal(after, before)
+
+
 class Optional(Norm):
     def __init__(self):
         super().__init__()
@@ -469,7 +480,7 @@ def test_a_module_with_lazy_parameters_is_left_until_they_have_a_shape():
 
 def test_kernels_that_a_program_registers_for_torchs_operations_count():
     plain, patched = pair(MLP())
-    unchanged = type(patched).liger_match.guard(MLP)
+    unchanged = guard_of(patched)
     assert unchanged(patched, (ROWS,), {})
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -485,7 +496,7 @@ def test_kernels_that_a_program_registers_for_torchs_operations_count():
 def test_kernels_that_torch_registers_for_vmap_do_not_count():
     _, patched = pair(MLP())
     torch.vmap(torch.sin)(ROWS)  # at the first call of a process
-    assert type(patched).liger_match.guard(MLP)(patched, (ROWS,), {})
+    assert guard_of(patched)(patched, (ROWS,), {})
     assert any("FuncTorchBatched" in name for name in torch.library._impls)
 
 
@@ -603,6 +614,22 @@ def test_casts_of_an_mlp_where_dtypes_differ(module, autocast):
     assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
+def codes_of(module, rows):
+    """Return the code that runs in a call."""
+    codes = []
+    sys.setprofile(lambda frame, *event: codes.append(frame.f_code))
+    module(rows)
+    sys.setprofile(None)
+    return codes
+
+
+def test_a_subclass_of_torch_runs_the_op():
+    _, patched = pair(Halved())
+    members = {"__module__": "torch.distributed.fsdp", "product": None}
+    patched.__class__ = type("FSDPHalved", (type(patched),), members)
+    assert Halved.forward.__code__ not in codes_of(patched, ROWS)
+
+
 class RoundingNorm(Norm):
     def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
@@ -617,14 +644,9 @@ class Squared(nn.Module):
 def test_powers_under_autocast_run_the_own_forward(module):
     """On a GPU autocast computes them in fp32, and the result is fp32."""
     _, patched = pair(module().to(torch.bfloat16))
-    codes = []
     for enabled in (False, True):
-        codes.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            sys.setprofile(lambda frame, *event: codes.append(frame.f_code))
-            patched(ROWS.bfloat16())
-            sys.setprofile(None)
-        assert (module.forward.__code__ in codes) == enabled
+            assert (module.forward.__code__ in codes_of(patched, ROWS.bfloat16())) == enabled
 
 
 class Reduced(MLP):
