@@ -16,6 +16,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as without_torch_function  # of tensor subclasses
 from torch._C import TensorBase  # the methods of torch.Tensor in C++
 from torch._C import _are_functorch_transforms_active as transforms_active  # of torch.func: grad, vmap, jvp
+from torch._C import _is_tracing as is_tracing  # by torch.jit.trace
 from torch._C import _len_torch_dispatch_stack as dispatch_modes  # how many are active
 from torch._C import _len_torch_function_stack as function_modes
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode  # of ops that compilers trace

@@ -390,7 +390,7 @@ def code_guard(pins, classes=()):
     """Return a function that compares `Pin`s and names in classes, and looks for modes."""
     # torch.jit.trace records the operations, which a kernel's launch hides
     conditions = ["not is_tracing()", "(not dispatch_modes() and not function_modes() or only_harmless_modes())"]
-    values = {"is_tracing": torch.jit.is_tracing}
+    values = {"is_tracing": _torch.is_tracing}
     values |= {"dispatch_modes": _torch.dispatch_modes, "function_modes": _torch.function_modes}
     values |= {"only_harmless_modes": only_harmless_modes}
     owners = {}
