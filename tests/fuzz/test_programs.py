@@ -49,6 +49,19 @@ def test_a_judge_that_keeps_copies_has_the_weights_of_now(last):
     assert programs.run("phi", [(names.index(name), choice) for name, choice in last]) is None
 
 
+@pytest.mark.parametrize(
+    "family, last",
+    [
+        ("llama tied", [("written_before_backward", 27), ("cast", 20), ("written_before_backward", 34)]),
+        ("gemma2", [("written_before_backward", 25), ("around", 23), ("backward", 42)]),
+    ],
+)
+def test_an_error_that_a_plain_model_with_copies_has_not_is_unjudged(family, last):
+    names = [action.__name__ for action in programs.ACTIONS]
+    error = programs.run(family, [(names.index(name), choice) for name, choice in last])
+    assert isinstance(error, programs.Unjudged)
+
+
 def test_torchs_error_of_a_freed_graph_is_no_refusal(monkeypatch):
     def freed(side, choice):
         programs.forward(side, 10)
