@@ -37,6 +37,7 @@ their names, without the underscore; their fakes are the allocations of what fol
 | a forward of them | `@differentiable()` instead of `@raw()` |
 | a part of one, one op where torch.compile traces it | `@traced_as_one(fake)`, a function that allocates its results |
 | a reference that compilers fuse with its neighbours | `@op(fusible=True)`: they compute small tensors by it |
+| a kernel so short that an op's call takes longer | `@raw(..., most_rows=2048)`: compiled code launches it itself |
 | a kernel that writes over its arguments | `mutates=("x",)` |
 | options that only the backward reads | further annotated parameters of the backward: the last arguments of `apply` |
 | results without a gradient, such as counts | `without_gradient="counts"` for `backward`; `apply` returns them |
