@@ -209,3 +209,29 @@ def test_small_tensors_are_left_to_the_compiler(op, monkeypatch):
         assert launches()
     monkeypatch.setattr("liger_hw.dispatch.ops.FUSED_VALUES", 1)
     assert launches()
+
+
+@pytest.mark.parametrize("how", ["data", "declared", "exported", "exported strictly"])
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_that_take_no_guard_are_left_to_the_compiler(how, monkeypatch):
+    monkeypatch.setattr("liger_hw.dispatch.ops.FUSED_VALUES", 64)
+    torch._dynamo.reset()
+
+    class Norm(torch.nn.Module):
+        def forward(self, x, rows):
+            return OPS["rms_norm"](x[rows] if how == "data" else x, torch.ones(16))
+
+    x = torch.randn(10, 16)
+    if how == "declared":
+        torch._dynamo.mark_dynamic(x, 0, min=2, max=100)
+    norm, inputs, lengths = Norm(), (x, x[:, 0] > 0), (10,)
+    if how.startswith("exported"):
+        sizes = {0: torch.export.Dim.DYNAMIC}
+        norm = torch.export.export(norm, inputs, dynamic_shapes=(sizes, sizes), strict=how == "exported strictly")
+        norm, lengths = norm.module(), (10, 2, 90)
+    else:
+        norm = torch.compile(norm, backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for length in lengths:
+            inputs = inputs if length == 10 else (torch.randn(length, 16), torch.ones(length) > 0)
+            torch.testing.assert_close(norm(*inputs), Norm()(*inputs))

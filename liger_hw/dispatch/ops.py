@@ -249,7 +249,21 @@ def compiler_fuses(x, wider=1) -> bool:
     Args:
         wider: how many times more values than `x` the largest tensor has.
     """
-    return is_compiling() and x.numel() * wider <= FUSED_VALUES and not _is_forced()
+    return is_compiling() and not _is_forced() and not _is_large(x.numel() * wider)
+
+
+def _is_large(values):
+    """Tell whether a tensor of so many values is for the kernels.
+
+    Sizes that depend on data take no guard, and one would break a range that a program declares, or that an exported
+    program promises: there False, unless no size of them is small.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true  # imports the compiler
+
+    if statically_known_true(values > FUSED_VALUES):
+        return True
+    has_range = torch.compiler.is_exporting() or statically_known_true(values < 2**62)
+    return not has_range and guard_or_false(values > FUSED_VALUES)
 
 
 @constant_result
