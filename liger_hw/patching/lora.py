@@ -20,6 +20,7 @@ from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit, dequantize_arguments
 from liger_hw.kernels.linear.lora_linear import lora_linear
 from liger_hw.patching import probing
+from liger_hw.patching.copies import watched
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.lora_parameters import is_wrapper, match_parameter
 from liger_hw.patching.match import Match, remember
@@ -188,7 +189,7 @@ def _computes_the_op(module):
             for bias, scaling in ([(None, 2.5)] if count == 1 else [(rows(PROBE_FEATURES), s) for s in (2.5, -0.5)])
         ]
         y = _run_layer(module, x, weight, None, adapters)
-        *joined, _ = _joined(weight, None, adapters, x.device)
+        *joined, _ = _joined(x, weight, None, adapters)
         # around 4 bits PEFT rounds the adapter's part once more
         update = lora_linear.reference(x, torch.zeros_like(weight), *joined[1:])
         allowed = lora_linear.reference(x, *joined), torch.nn.functional.linear(x, weight) + update
@@ -307,7 +308,7 @@ def served(lora, x):
         one_dtype = casts or bias.dtype == weight.dtype or bias.dtype == torch.float32
         if bias.device != device or bias.shape != (features,) or not one_dtype:
             return None
-    return _joined(weight, bias, adapters, device)
+    return _joined(x, weight, bias, adapters)
 
 
 def _weight_and_bias(linear):
@@ -352,7 +353,7 @@ def _with_magnitudes(lora, name, adapter):
     return adapter._replace(magnitudes=magnitudes) if magnitudes.device == adapter.lora_a.device else None
 
 
-def _joined(weight, bias, adapters, device):
+def _joined(x, weight, bias, adapters):
     """Return the `Adapted` of a layer with several adapters.
 
     None where they differ in dtype, do not fit the layer, or one draws a mask of its own.
@@ -362,7 +363,7 @@ def _joined(weight, bias, adapters, device):
         rank = lora_a.shape[0] if lora_a.ndim else 0
         if rank == 0 or lora_a.shape != (rank, cols) or lora_b.shape != (features, rank):
             return None
-        if lora_a.dtype != dtype or lora_b.dtype != dtype or lora_a.device != device or lora_b.device != device:
+        if lora_a.dtype != dtype or lora_b.dtype != dtype or not lora_a.device == lora_b.device == x.device:
             return None
         if not is_alone and (dropout or magnitudes is not None):
             return None
@@ -371,8 +372,12 @@ def _joined(weight, bias, adapters, device):
             bias = shift.to(torch.promote_types(shift.dtype, weight.dtype)) if bias is None else bias + shift
     if is_alone:
         return Adapted(weight, bias, lora_a, lora_b, scaling, dropout, magnitudes)
+    factors_a, factors_b = ([adapter[i] for adapter in adapters] for i in (2, 3))
     lora_b = torch.cat([adapter.lora_b * adapter.scaling for adapter in adapters], 1)
-    return Adapted(weight, bias, torch.cat([adapter.lora_a for adapter in adapters]), lora_b, 1.0, 0.0)
+    copies = torch.cat(factors_a), lora_b
+    kept = factors_a if x.requires_grad else []  # by PEFT's layers
+    kept += factors_b if x.requires_grad or copies[0].requires_grad else []
+    return Adapted(weight, bias, *watched(copies, kept), 1.0, 0.0)
 
 
 def _weight_in_4_bits(base, x, lora_a, rate):

@@ -11,6 +11,7 @@ import torch
 from liger_hw._torch import transforms_active
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.patching import probing
+from liger_hw.patching.copies import watched
 from liger_hw.patching.experts import match_experts
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.match import Match
@@ -166,5 +167,7 @@ def _joined(by_role, dtype):
     for role, factors in by_role.items():
         a = torch.cat([a for a, _, _ in factors], 1)
         b = torch.cat([b if scale is not None else b * scaling for _, b, scaling in factors], 2)
-        arguments[role] = a.to(dtype), b.to(dtype, memory_format=torch.contiguous_format)
+        kept = [f for a, b, _ in factors for f, needs in ((a, b.requires_grad), (b, a.requires_grad)) if needs]
+        copies = a.to(dtype), b.to(dtype, memory_format=torch.contiguous_format)
+        arguments[role] = watched(copies, kept)
     return arguments

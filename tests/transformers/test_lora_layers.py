@@ -180,6 +180,31 @@ def test_states_that_peft_computes(options, change):
     assert layer_of(patched).liger_adapted(x) is None and torch.equal(*results)
 
 
+@pytest.mark.parametrize("learns", [True, False], ids=["input learns", "input is data"])
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "uncounted"])
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_adapters_of_two_written_before_the_backward(autocast, part, counted, learns):
+    """The backward fails where PEFT's does, or mixes two states; else it gives PEFT's gradients."""
+    gradients, errors = [], []
+    for wrapped in pair(second={}):
+        with autocasting(torch.device("cpu"), autocast):
+            y = layer_of(wrapped)(torch.ones(2, COLS, requires_grad=learns))
+        weight = getattr(layer_of(wrapped), part)["second"].weight
+        with torch.no_grad():
+            (weight if counted else weight.data).mul_(2)
+        try:
+            y.float().sum().backward()
+            errors.append(None)
+        except RuntimeError as error:
+            errors.append("by an inplace operation" in str(error) or "an adapter's weights changed" in str(error))
+        gradients.append([p.grad for p in wrapped.parameters() if p.requires_grad])
+    reads = autocast is None and (learns or part == "lora_B")
+    assert errors == [reads and counted or None, reads or None]
+    if not reads:
+        torch.testing.assert_close(*gradients, rtol=2e-2 if autocast else 1e-5, atol=1e-2 if autocast else 1e-5)
+
+
 def test_dropout_of_two_in_evaluation():
     models = pair(second={"lora_dropout": 0.1}, lora_dropout=0.1)
     assert_same(*(wrapped.eval() for wrapped in models))

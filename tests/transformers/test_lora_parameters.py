@@ -144,6 +144,28 @@ def test_without_gradients_and_recomputed(backend, device, served):
     assert len(served) == 5
 
 
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "uncounted"])
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+@pytest.mark.parametrize("second", [False, True], ids=["one", "two"])
+def test_adapters_written_before_the_backward(second, part, counted, backend, device, served):
+    """The backward fails where PEFT's does, and on a CPU where PEFT's mixes two states."""
+    inputs = {name: x.to(device) for name, x in tiny.tokens(1, 9).items()}
+    plain, patched = (adapted(second=second).to(device) for _ in range(2))
+    liger_hw.patch(patched)
+    for model in (plain, patched):
+        with liger_hw.use_backend(backend):
+            loss = tiny.call(model, **inputs).loss
+        weight = getattr(wrappers(model)[0], part)["default"].weight
+        with torch.no_grad():
+            (weight if counted else weight.data).mul_(2)
+        if counted or model is patched and device == "cpu":
+            with pytest.raises(RuntimeError, match="by an inplace operation" if counted else "weights changed between"):
+                loss.backward()
+        else:
+            loss.backward()
+    assert len(served) == 1
+
+
 def test_changes_of_state(backend, device, served, tmp_path):
     plain, patched = adapted().to(device), adapted().to(device)
     liger_hw.patch(patched)
