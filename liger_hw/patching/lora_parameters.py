@@ -148,18 +148,19 @@ def _mixed(wrapper, x, index, routing_weights):
     """Return the experts' output with the adapters of all nested wrappers, or None."""
     if transforms_active():
         return None
-    by_role, module = {}, wrapper
+    by_role, module, wrappers = {}, wrapper, []
     while (factors := getattr(type(module), "liger_factors", None)) is not None:
         role, adapters = ROLES[module.parameter_name], factors(module)
         if adapters is None or role in by_role or module is not wrapper and is_intercepted(module):
             return None
+        wrappers.append(module)
         by_role[role], module = adapters, module._modules["base_layer"]
     if not is_swapped(module) or not hasattr(module, "liger_mixed") or "forward" in vars(module):
         return None
-    return module.liger_mixed(x, index, routing_weights, **_joined(by_role, x.dtype))
+    return module.liger_mixed(x, index, routing_weights, **_joined(by_role, x.dtype, wrappers))
 
 
-def _joined(by_role, dtype):
+def _joined(by_role, dtype, wrappers):
     """Return the factors as arguments of `experts`; several adapters are one of all their ranks."""
     scalings = {scaling for factors in by_role.values() for _, _, scaling in factors}
     scale = scalings.pop() if len(scalings) == 1 else None
@@ -169,5 +170,5 @@ def _joined(by_role, dtype):
         b = torch.cat([b if scale is not None else b * scaling for _, b, scaling in factors], 2)
         kept = [f for a, b, _ in factors for f, needs in ((a, b.requires_grad), (b, a.requires_grad)) if needs]
         copies = a.to(dtype), b.to(dtype, memory_format=torch.contiguous_format)
-        arguments[role] = watched(copies, kept)
+        arguments[role] = watched(copies, kept, wrappers)
     return arguments

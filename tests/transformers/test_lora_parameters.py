@@ -166,6 +166,18 @@ def test_adapters_written_before_the_backward(second, part, counted, backend, de
     assert len(served) == 1
 
 
+def test_merged_before_the_backward(backend, device, served):
+    """PEFT's forward kept a copy of the weights, the kernels read those into which the program merges."""
+    patched = adapted().to(device)
+    liger_hw.patch(patched)
+    with liger_hw.use_backend(backend):
+        loss = tiny.call(patched, **{name: x.to(device) for name, x in tiny.tokens(1, 9).items()}).loss
+    merge(patched)
+    with pytest.raises(RuntimeError, match="merge after the backward"):
+        loss.backward()
+    assert len(served) == 1
+
+
 def test_changes_of_state(backend, device, served, tmp_path):
     plain, patched = adapted().to(device), adapted().to(device)
     liger_hw.patch(patched)
