@@ -95,7 +95,7 @@ class Source:
                 yield name, "were sharded or freed"
                 continue
             version_now = None if version is None else _torch.tensor_version(tensor)
-            if version_now != version or sums_too and not all(map(torch.equal, _fingerprint(tensor)[1], sums)):
+            if version_now != version or sums_too and not torch.equal(_fingerprint(tensor)[1], sums):
                 yield name, CHANGED
 
     def check_unchanged(self, names=NAMES, sums_too=True):
@@ -149,21 +149,23 @@ class HeadCall:
         return source
 
 
-BUCKETS = 65537  # a prime: rows or columns that change places change the sums, too
+WORDS = 65536  # about so many sums
 
 
 def _fingerprint(tensor):
     """Return a tensor's version (None in inference mode) and exact sums of its bits.
 
-    The sums are those of every BUCKETS-th word, and the words left over. They read the weight once, and the host does
-    not wait.
+    The sums are those of words at equal distances. The distance is odd, so that rows or columns that change places
+    change the sums, too. They read the weight once, and the host does not wait.
     """
-    flat = tensor.reshape(-1).contiguous()  # a weight may be every second column
+    flat = tensor if tensor.is_contiguous() else tensor.contiguous()  # a weight may be every second column
     # not `nbytes`, which Dynamo cannot trace: a compiled function may be the first to read the logits
-    wide = flat.numel() * flat.itemsize % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
+    wide = flat.shape[-1] * flat.itemsize % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
     words = flat.view(torch.int64 if wide else {2: torch.int16, 4: torch.int32}[flat.itemsize])
-    whole = len(words) // BUCKETS * BUCKETS
-    sums = words[:whole].view(-1, BUCKETS).sum(0), words[whole:].clone()
+    count = words.numel()
+    rows = count // WORDS + 1
+    distance = (count // rows - 1) | 1  # of two rows of words: the last ones of a row begin the next one
+    sums = words.as_strided((rows, count - distance * (rows - 1)), (distance, 1)).sum(0)
     return None if tensor.is_inference() else _torch.tensor_version(tensor), sums
 
 
@@ -185,6 +187,7 @@ def _functions(*names):
 
 
 FACTS = _functions("size", "dim", "numel", "stride", "is_contiguous", "requires_grad_", "register_hook")
+READ_AT_EACH_LOSS = {T.shape.__get__, T.dtype.__get__, T.device.__get__, T.numel}
 STEPS = {function: operation for name, operation in OPERATIONS.items() for function in _functions(name)}
 SUMS = _functions("add", "__add__")
 FUSED = {
@@ -341,6 +344,9 @@ class LazyLogits(Deferred):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in READ_AT_EACH_LOSS:
+            with _torch.without_torch_function():
+                return func(*args)
         kwargs = kwargs or {}
         if func in SUMS and len(args) == 2 and not isinstance(args[0], LazyLogits):
             args = args[::-1]
@@ -510,15 +516,19 @@ class StepFunction(FunctionOfLazyLogits):
 
 
 class StandIn(FunctionOfLazyLogits):
-    """Autograd function that returns a tensor's values for a leaf of its shape without memory."""
+    """Autograd function that returns tensors' values for leaves of their shapes without memory, or None."""
 
     @staticmethod
-    def forward(ctx, leaf, values):
-        return values.detach()
+    def forward(ctx, tensors, *leaves):
+        ctx.set_materialize_grads(False)
+        values = [None if tensor is None else tensor.detach() for tensor in tensors]
+        constant = [value for value, leaf in zip(values, leaves) if leaf is None and value is not None]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(values)
 
     @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+    def backward(ctx, *grads):
+        return None, *grads
 
 
 class FusedFunction(FunctionOfLazyLogits):
@@ -534,13 +544,11 @@ class FusedFunction(FunctionOfLazyLogits):
     @staticmethod
     def forward(ctx, logits, fused, ordinary, casts):
         call, source, steps = logits.cell.call, logits.cell.source, logits.cell.record.steps
-        leaves, tensors = [], []
+        learning = zip(source.tensors, call.learns)
+        leaves = [t.new_empty(()).expand(t.shape).requires_grad_() if learns else None for t, learns in learning]
         with torch.set_grad_enabled(ctx.needs_input_grad[0]):
-            for tensor, learns in zip(source.tensors, call.learns):
-                leaf = tensor.new_empty(()).expand(tensor.shape).requires_grad_() if learns else None
-                leaves.append(leaf)
-                # the op shall not look for writes to the weight itself: HeadFunction knows which ones count
-                tensors.append(StandIn.apply(leaf, tensor) if learns else None if tensor is None else tensor.detach())
+            # the op shall not look for writes to the weight itself: HeadFunction knows which ones count
+            tensors = StandIn.apply(source.tensors, *leaves)
             dtype = source.autocast_dtype if casts else None
             outputs = fused(*operands(*tensors, steps, dtype), *scale_and_softcap(steps), None)
         value, *others = outputs if isinstance(outputs, tuple) else (outputs,)

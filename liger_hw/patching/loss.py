@@ -114,8 +114,10 @@ def causal_lm_loss(
         formula.check_token_weights(token_weights, (labels if targets is None else targets).shape)
     if targets is None:
         targets, token_weights = shifted(labels, ignore_index), shifted(token_weights, 0)
-    targets = targets.reshape(-1)
     fuses_head = isinstance(logits, UNCOMPUTED) and logits.fits
+    if fuses_head:  # a backward that needs the logits reads them again, and a program may write to its own
+        targets = targets if shift_labels is None else targets.clone()
+    targets = targets.reshape(-1)
     fits = logits.shape[-1] == vocab_size and logits.numel() == targets.numel() * vocab_size
     options = {name: kwargs[name] for name in LINEAR_CE_OPTIONS if _is_given(kwargs.get(name))}
     fused_ce = fused_ce and logits.dtype in KERNEL_DTYPES  # for other dtypes `original` takes fp32 logits
@@ -129,17 +131,19 @@ def causal_lm_loss(
     divisor = num_items_in_batch.to(logits.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
     divides = _op_divides_by(divisor)
     options |= {"num_items": divisor} if divides else {"reduction": "sum"}
+    if fuses_head:  # as the targets
+        options = {name: value.clone() if torch.is_tensor(value) else value for name, value in options.items()}
     loss = _cross_entropy(logits, targets, vocab_size, options, fuses_head, served[-1])
     if divides and divisor is not None and not torch.is_tensor(divisor):
         return loss
-    counts = (targets != ignore_index).any()
+    none_counts = (targets == ignore_index).all()
     with without_saved_tensors_hooks():  # the unfused loss saves no condition, which a hook may not expect
         if not divides:  # without a label that counts an infinite gradient, of a division by 0, would make NaN of 0
-            return torch.where(counts, loss, loss.detach()) / divisor
+            return torch.where(none_counts, loss.detach(), loss) / divisor
         if divisor is None:  # the op's mean of no label is 0, transformers' is NaN
-            return loss.masked_fill(~counts, float("nan"))
+            return loss.masked_fill(none_counts, float("nan"))
         # the op divides the losses of rows, and adds them: 0 or NaN makes 0 of no row, NaN of infinite ones
-        return torch.where((divisor > 0) | (divisor < 0), loss, counts.to(loss) / divisor)
+        return torch.where((divisor > 0) | (divisor < 0), loss, (~none_counts).to(loss) / divisor)
 
 
 def shifted(by_token, fill):
@@ -172,9 +176,6 @@ def _cross_entropy(logits, targets, vocab_size, options, fuses_head, by_products
     Args:
         by_products: dict for those of logits in memory; uncomputed logits have one of their own.
     """
-
-    if fuses_head:  # a backward that needs the logits reads them again, and a program may write to its own
-        targets, options = tree_map_only(torch.Tensor, torch.clone, (targets, options))
 
     def fused(x, weight, bias, scale, softcap, group):
         return fused_linear_cross_entropy(
@@ -274,8 +275,9 @@ class CausalLMMatch(ModelMatch):
             asked = [name for name in names if labelled and _is_given(kwargs.get(name))]
             served = kwargs.setdefault(SERVED, []) if asked else [True]
             lazily = linear and labelled and (skips or not {*PRODUCTS}.isdisjoint(asked)) and unchanged(self)
-            heads = patched_heads(head_of(self), take_new=lazily)
-            if lazily and any(map(is_wrapped_by_fsdp1, head_of(self).modules())):
+            layer = head_of(self)
+            heads = patched_heads(layer, take_new=lazily)
+            if lazily and any(map(is_wrapped_by_fsdp1, layer.modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
             with armed(self, heads, Forward() if lazily else None):

@@ -133,14 +133,15 @@ class ChunkedHead:
             rows = chunk_rows(x.shape[0], int(buffers * row_bytes), plan.chunk_memory, device_of(x))
             if group * row_bytes <= plan.chunk_memory:  # a CPU's chunks are smaller than the memory allows
                 rows = max(rows, group)
-        buffer = x.new_empty(rows, stride, dtype=dtype)
-        buffer[:, vocabulary:].zero_()  # a CPU multiplies the padding by 0 in bf16, so it must not be NaN
-        self.rows, self.buffer = rows, buffer[:, :vocabulary]
+        self.rows, self.buffer = rows, x.new_empty(rows, stride, dtype=dtype)
+        if stride > vocabulary:
+            self.buffer[:, vocabulary:].zero_()  # a CPU multiplies the padding by 0 in bf16, so it must not be NaN
+            self.buffer = self.buffer[:, :vocabulary]
 
     def logits(self, part, at=0):
         """Compute the logits (M, V) of a slice of rows, in the buffer from `at`."""
-        logits = self.buffer[at : at + part.stop - part.start]
-        x = self.x[part].clone() if self.plan.row_by_row else self.x[part]  # bits may follow the alignment
+        logits = sliced(self.buffer, slice(at, at + part.stop - part.start))
+        x = self.x[part].clone() if self.plan.row_by_row else sliced(self.x, part)  # bits may follow the alignment
         write_logits(logits, x, self.weight, self.bias, self.plan.fixed_tiles)
         return logits
 
@@ -205,7 +206,8 @@ class Gradients:
         few = 1 if self.dw.dtype == torch.float16 else ROUNDINGS  # fp16 may overflow between two slices
         if self.dw.dtype != wide_dtype(self.dw) and (head.plan.accumulate_fp32 or slices > few):
             self.dw = self.dw.new_empty(self.dw.shape, dtype=wide_dtype(self.dw))
-        self.db = torch.zeros_like(self.db, dtype=wide_dtype(self.db))
+        if needs_grad[2]:
+            self.db = torch.zeros_like(self.db, dtype=wide_dtype(self.db))
         self.first = True
 
     def factor(self, *values):
@@ -230,14 +232,14 @@ class Gradients:
     def add(self, part, dlogits):
         for_x, for_weight, for_bias = self.needs_grad
         if for_x:
-            dx = self.dx[part].clone() if self.plan.row_by_row else self.dx[part]  # as in `logits`
+            dx = self.dx[part].clone() if self.plan.row_by_row else sliced(self.dx, part)  # as in `logits`
             write_product(dx, dlogits, self.weight, self.plan.fixed_tiles)
             if self.plan.row_by_row:
                 self.dx[part] = dx
             if self.scales:
                 self.dx[part].div_(self.slice_factor)
         if for_weight:
-            add_product(self.dw, dlogits.t(), self.x[part], self.first)
+            add_product(self.dw, dlogits.t(), sliced(self.x, part), self.first)
         if for_bias:
             self.db += dlogits.sum(0, dtype=self.db.dtype)
         self.first = False
@@ -259,6 +261,11 @@ def empty_gradients(x, weight, bias, needs_grad, in_forward=False):
         t.new_empty(t.shape if needed else 0, dtype=kept_dtype(t.dtype) if in_forward else t.dtype)
         for t, needed in zip(tensors, needs_grad)
     )
+
+
+def sliced(tensor, part):
+    """Return a slice's rows; all rows without a view, which takes host time."""
+    return tensor if part.stop - part.start == len(tensor) else tensor[part]
 
 
 def none_if_unneeded(gradients, needs_grad):

@@ -32,6 +32,7 @@ from liger_hw.kernels.vocabulary.chunked_head import (
     gradient_memory,
     needed_gradients,
     prepare_head,
+    sliced,
     wide_dtype,
 )
 from liger_hw.kernels.vocabulary.cross_entropy import formula as ce_formula
@@ -175,7 +176,7 @@ def _fused_linear_cross_entropy(
     loss, z_loss, partition, predicted, entropy = _empty_rows(x, predict, entropy_needed)
 
     def step(part, logits, gradients):
-        part_targets = targets._replace(target=targets.target[part])
+        part_targets = targets._replace(target=sliced(targets.target, part))
         if entropy_needed:  # the cross entropy, which overwrites the logits, writes the other results anew
             rows = loss[part], entropy[part], z_loss[part], partition[part]
             row_functions(plan).forward_rows(logits, part_targets.target, _scaling_of(formula), *rows)
@@ -185,7 +186,7 @@ def _fused_linear_cross_entropy(
             factor = gradients.factor(largest if row_weights is None else largest * largest_finite(row_weights))
             part_targets = part_targets.times(factor)
         _rows(plan).forward_rows(
-            logits, part_targets, formula, loss[part], z_loss[part], partition[part],
+            logits, part_targets, formula, *(sliced(rows, part) for rows in (loss, z_loss, partition)),
             predicted[part] if predict else None, any(needed) and row_weights is None,
         )  # fmt: skip
         if row_weights is not None:
@@ -225,6 +226,7 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
             again=again, weight=weight,
         )  # fmt: skip
         ctx.mark_non_differentiable(z_loss, predicted, entropy)
+        ctx.set_materialize_grads(False)
         return loss.sum(), z_loss, predicted, entropy
 
 
