@@ -2,8 +2,8 @@
 
 The head of a patched model returns `LazyLogits`: a `torch.Tensor` with a shape, a dtype and a node in the graph, but
 without memory. `__torch_function__` records the steps of the model before its loss (bias, scale, softcap, cast, a slice
-of rows or of the vocabulary, another shape). A loss that understands the record computes its value from hidden states
-and weight, a chunk of rows at a time. Every other function of torch computes the logits below autograd
+of rows or of the vocabulary, another shape). A loss that understands the record computes its value from
+hidden states and weight, a chunk of rows at a time. Every other function of torch computes the logits below autograd
 (`__torch_dispatch__`), so gradients, hooks, grad modes, views and in-place writes are torch's own.
 
     hidden, weight, bias -> HeadFunction, ViewFunction -> StepFunction ... -> FusedFunction -> loss
@@ -261,34 +261,33 @@ class Cell:
     Attributes:
         call: the `HeadCall`.
         source, record: the head's tensors and the steps, which give the values.
-        parent: the Cell that the last step was applied to, or None.
+        parent: the Cell of which the last step is a view, or None.
+        strides: of a view, by which torch's `flatten` may copy; None for contiguous logits.
+        views: the Cells whose parent it is.
         values: the logits as an ordinary tensor without a graph, or None until an operation reads them.
     """
 
-    def __init__(self, call, source, record, parent=None):
-        self.call, self.source, self.record, self.parent, self.values = call, source, record, parent, None
-        self.children = weakref.WeakSet()
-        if parent is not None:
-            parent.children.add(self)
+    def __init__(self, call, source, record, before=None):
+        self.call, self.source, self.record, self.values = call, source, record, None
+        self.parent, self.strides, self.views = None, None, weakref.WeakSet()
+        name, argument = record.steps[-1] if before is not None else (None, None)
+        if name not in VIEWS or torch.is_tensor(argument):  # rows by an index are a copy
+            return
+        strides = before.strides or torch.empty(before.shape, device="meta").stride()
+        whole = torch.empty_strided(before.shape, strides, device="meta")
+        part = apply_steps(whole, record.steps[-1:])
+        if _torch.storage_id(part) == _torch.storage_id(whole):  # `reshape` may copy
+            self.parent, self.strides = before, part.stride()
+            before.views.add(self)
 
     shape = property(lambda self: self.record.shape)
     dtype = property(lambda self: self.record.dtype)
     device = property(lambda self: self.record.hidden.device)
 
     @property
-    def is_view(self):
-        """Tell whether the values share memory with the parent's."""
-        name, argument = self.record.steps[-1] if self.parent is not None else (None, None)
-        return name in VIEWS and not torch.is_tensor(argument)  # rows by an index are a copy
-
-    @property
-    def strides(self):
-        """Return strides of a view, by which torch's `flatten` may copy; None for contiguous logits."""
-        if not self.is_view:
-            return None
-        whole = self.parent.shape
-        strides = self.parent.strides or torch.empty(whole, device="meta").stride()
-        return apply_steps(torch.empty_strided(whole, strides, device="meta"), self.record.steps[-1:]).stride()
+    def has_memory(self):
+        """Tell whether an operation read these logits or those of which they are a view."""
+        return self.values is not None or self.parent is not None and self.parent.has_memory
 
     def read(self):
         """Return the values; the first call computes them, also if several threads call at once."""
@@ -298,7 +297,7 @@ class Cell:
                 inference = torch.inference_mode(self.source.tensors[0].is_inference())
                 # as in the forward, where the unpatched model computed them
                 with _torch.hidden_from_modes(), inference, torch.no_grad():
-                    if self.is_view:
+                    if self.parent is not None:
                         self.values = apply_steps(self.parent.read(), self.record.steps[-1:])
                     else:  # a program may have written to the parent's values
                         self.values = self.source.logits(self.record.steps)
@@ -311,15 +310,9 @@ class Cell:
         return cell
 
     def before_write(self):
-        """Compute the uncomputed values that derive from these.
-
-        Raises:
-            RuntimeError: these logits share memory with others, whose graph would miss the write.
-        """
-        if any(cell.is_view for cell in (self, *self.children)):
+        """Refuse to write to memory that other logits share: their graph would miss it."""
+        if self.parent is not None or self.views:
             raise RuntimeError(f"logits cannot be written in place within the model beside a view of them: {ADVICE}")
-        for child in self.children:
-            child.read()
 
 
 class LazyLogits(Deferred):
@@ -330,7 +323,7 @@ class LazyLogits(Deferred):
     @property
     def fits(self):
         """Tell whether the logits are not computed and the ops support their steps."""
-        return self.cell.values is None and scale_and_softcap(self.cell.record.steps) is not None
+        return not self.cell.has_memory and scale_and_softcap(self.cell.record.steps) is not None
 
     def fuse(self, fused, ordinary, casts=True):
         """Apply `FusedFunction` to logits that fit."""
@@ -350,7 +343,7 @@ class LazyLogits(Deferred):
         kwargs = kwargs or {}
         if func in SUMS and len(args) == 2 and not isinstance(args[0], LazyLogits):
             args = args[::-1]
-        if args and isinstance(args[0], LazyLogits) and args[0].cell.values is None:
+        if args and isinstance(args[0], LazyLogits) and not args[0].cell.has_memory:
             derived = _derived(func, args[0], args[1:], kwargs)
             if derived is not None:
                 return derived

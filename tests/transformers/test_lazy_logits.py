@@ -109,8 +109,7 @@ def test_steps_that_a_loss_understands(steps, scale, softcap):
         lambda x: torch.tensor(x.detach()), lambda x: torch.asarray(x), lambda x: x.sum(),
         lambda x: x[:, :-1].flatten(0, 1), lambda x: x[:, 1:].flatten(), lambda x: x[..., :5].flatten(0, 1),
         lambda x: (x[:, 1:][..., :5] / 2).flatten(), lambda x: x[:, ::2].unflatten(0, (1, 2)),
-        lambda x: x[:1].flatten(),
-    ],
+        lambda x: x[:1].flatten(),     ],
 )  # fmt: skip
 @pytest.mark.parametrize("recording", [False, True])
 def test_any_other_step_computes(step, recording):
@@ -372,6 +371,64 @@ def test_within_the_model_a_slice_shares_the_memory_of_its_logits(first):
         (x, rows)[first].sum()  # computes one of them
         x.detach().mul_(2.0)
     assert torch.equal(*slices)
+
+
+COPIES = (
+    lambda x: x[:, ::2].reshape(-1, 12), lambda x: x[torch.ones(2, 5) > 0], lambda x: x[..., :7].reshape(-1, 7).half(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2.0), lambda x: x.detach().mul_(2.0), lambda x: x.numpy().fill(3)])
+@pytest.mark.parametrize("written", ["logits", "copy", "both"])
+def test_within_the_model_a_copy_of_a_slice_has_memory_of_its_own(written, write, copied):
+    pair = Pair(recording=True, grad=False)
+    copies = [copied(x) for x in pair.both()]
+    assert not computed(copies[0]) and copies[0].stride() == copies[1].stride()
+    for x, copy_of_x in zip(pair.both(), copies):
+        for tensor in {"logits": [x], "copy": [copy_of_x], "both": [x, copy_of_x]}[written]:
+            write(tensor)
+    assert torch.equal(*copies) and torch.equal(pair.lazy.clone(), pair.real)
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, rows: None, lambda x, rows: x.detach().exp_(), lambda x, rows: x.mul_(2.0),
+        lambda x, rows: rows.detach().exp_(),
+    ],
+)  # fmt: skip
+def test_the_loss_of_a_copy_of_a_slice_beside_a_write(write, copied):
+    pair, losses = Pair(recording=True), []
+    for x in pair.both():
+        rows = copied(x)
+        rows = rows.view(-1, rows.size(-1))
+        write(x, rows)
+        losses.append(torch.nn.functional.cross_entropy(rows, torch.arange(len(rows)) % 7))
+    torch.testing.assert_close(*losses)
+    for x, loss in zip(pair.both(), losses):
+        (loss + x.square().mean()).backward()
+    pair.assert_same_gradients()
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda x: x / 2, lambda x: x.to(torch.float64), lambda x: x.contiguous(), lambda x: x[:1], lambda x: x.sum(),
+        lambda x: torch.nn.functional.cross_entropy(x.reshape(-1, 12), torch.arange(8)), lambda x: x.logsumexp(-1),
+    ],
+)  # fmt: skip
+def test_a_slice_of_written_logits_has_the_written_values(after):
+    pair, results = Pair(recording=True), []
+    for x in pair.both():
+        rows = x[:, 1:]
+        x.detach().mul_(2.0)
+        results.append(after(rows))
+    torch.testing.assert_close(*results)
+    for result in results:
+        result.double().square().sum().backward()
+    pair.assert_same_gradients()
 
 
 def test_within_the_model_a_write_beside_a_recorded_view_is_an_error():
