@@ -14,7 +14,8 @@ from liger_hw._torch import column_parallel_input, finish_collective, forward_ho
 from liger_hw.patching.traced_logits import TracedLogits
 from liger_hw.sharding import part_of
 
-SERVED = {"div", "mul", "rows", "tanh", "to", "view"}  # steps; others concern columns, which may be another rank's
+# steps; others concern columns, which may be another rank's
+SERVED = {"copy", "div", "mul", "rows", "tanh", "to", "view"}
 
 
 class ColumnParallelLogits(TracedLogits):

@@ -2,7 +2,7 @@
 
 The head of a patched model returns `LazyLogits`: a `torch.Tensor` with a shape, a dtype and a node in the graph, but
 without memory. `__torch_function__` records the steps of the model before its loss (bias, scale, softcap, cast, a slice
-of rows or of the vocabulary, another shape). A loss that understands the record computes its value from
+of rows or of the vocabulary, a copy of one, another shape). A loss that understands the record computes its value from
 hidden states and weight, a chunk of rows at a time. Every other function of torch computes the logits below autograd
 (`__torch_dispatch__`), so gradients, hooks, grad modes, views and in-place writes are torch's own.
 
@@ -374,7 +374,8 @@ def _derived(func, logits, args, kwargs):
     record = next_record(cell.record, STEPS[func], args, kwargs)
     if record is None:
         return None
-    return logits if record is cell.record else StepFunction.apply(logits, record)
+    is_itself = record is cell.record or func is T.contiguous and logits.is_contiguous()
+    return logits if is_itself else StepFunction.apply(logits, record)
 
 
 # The graph ------------------------------------------------------------------------------------------------------------

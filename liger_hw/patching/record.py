@@ -53,6 +53,9 @@ class Record:
             return None
         return self if dtype == self.dtype else self._then("to", dtype, dtype=dtype)
 
+    def contiguous(self, memory_format=torch.contiguous_format):
+        return self._then("copy") if memory_format == torch.contiguous_format else None
+
     def index(self, index):
         """Take slices or a mask of rows, or the first columns."""
         if torch.is_tensor(index):
@@ -82,6 +85,7 @@ APPLY = {
     "add": torch.add, "div": torch.div, "mul": torch.mul, "tanh": lambda value, _, tanh=torch.tanh: tanh(value),
     "columns": lambda value, count: value[..., :count], "rows": lambda value, index: value[index],
     "to": lambda value, dtype: value.to(dtype), "view": lambda value, shape: value.reshape(shape),
+    "copy": lambda value, _: value.contiguous(),
 }  # fmt: skip
 
 
@@ -99,7 +103,7 @@ def scale_and_softcap(steps):
     """Return (logit_scale, softcap or None) for these steps; None if they do not fit."""
     numerator, denominator, capped, cap = 1.0, 1.0, False, None
     for name, argument in steps:
-        if name in ("to", *VIEWS) or name == "add" and numerator == denominator == 1.0 and not capped:
+        if name in ("to", "copy", *VIEWS) or name == "add" and numerator == denominator == 1.0 and not capped:
             continue
         if name == "tanh" and not capped:
             capped = True
@@ -156,6 +160,7 @@ OPERATIONS = {
     "bfloat16": lambda record: record.cast(torch.bfloat16),
     "double": lambda record: record.cast(torch.float64),
     "__getitem__": Record.index,
+    "contiguous": Record.contiguous,
     **dict.fromkeys(("view", "reshape"), Record.view),
 }
 

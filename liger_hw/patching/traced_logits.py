@@ -78,9 +78,6 @@ class TracedLogits:
     def numel(self):
         return self.shape.numel()
 
-    def contiguous(self):
-        return self
-
     def logsumexp(self, *args, **kwargs):
         sums = call_fused(logsumexp, self, args, kwargs)
         return self.computed().logsumexp(*args, **kwargs) if sums is None else sums

@@ -74,6 +74,8 @@ def computed(logits):
         (lambda x: (x + torch.arange(12.0))[torch.ones(2, 5) > 0].reshape(5, 2, 12) / 4, 0.25, None),
         (lambda x: x.to(dtype=torch.bfloat16).mul(0.5), 0.5, None),
         (lambda x: torch.arange(12.0) + x, 1.0, None),
+        (lambda x: x.contiguous()[:, 1:].contiguous().view(-1, 12), 1.0, None),
+        (lambda x: (x[..., :7].contiguous(memory_format=torch.contiguous_format) * 2.0).reshape(10, 7), 2.0, None),
     ],
 )
 def test_steps_that_a_loss_understands(steps, scale, softcap):
@@ -109,7 +111,8 @@ def test_steps_that_a_loss_understands(steps, scale, softcap):
         lambda x: torch.tensor(x.detach()), lambda x: torch.asarray(x), lambda x: x.sum(),
         lambda x: x[:, :-1].flatten(0, 1), lambda x: x[:, 1:].flatten(), lambda x: x[..., :5].flatten(0, 1),
         lambda x: (x[:, 1:][..., :5] / 2).flatten(), lambda x: x[:, ::2].unflatten(0, (1, 2)),
-        lambda x: x[:1].flatten(),     ],
+        lambda x: x[:1].flatten(), lambda x: x[None, :, 1:].contiguous(memory_format=torch.channels_last),
+    ],
 )  # fmt: skip
 @pytest.mark.parametrize("recording", [False, True])
 def test_any_other_step_computes(step, recording):
@@ -374,7 +377,8 @@ def test_within_the_model_a_slice_shares_the_memory_of_its_logits(first):
 
 
 COPIES = (
-    lambda x: x[:, ::2].reshape(-1, 12), lambda x: x[torch.ones(2, 5) > 0], lambda x: x[..., :7].reshape(-1, 7).half(),
+    lambda x: x[:, 1:].contiguous(), lambda x: x[..., :7].contiguous(), lambda x: x[:, ::2].reshape(-1, 12),
+    lambda x: x[torch.ones(2, 5) > 0].contiguous(), lambda x: x[..., :7].reshape(-1, 7).float().contiguous(),
 )  # fmt: skip
 
 
