@@ -31,10 +31,10 @@ from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsume
 from liger_hw.patching.pins import only_harmless_modes
 from liger_hw.patching.record import (
     OPERATIONS,
-    VIEWS,
     Record,
     apply_steps,
     autocast_dtype,
+    is_view,
     next_record,
     operands,
     scale_and_softcap,
@@ -270,8 +270,7 @@ class Cell:
     def __init__(self, call, source, record, before=None):
         self.call, self.source, self.record, self.values = call, source, record, None
         self.parent, self.strides, self.views = None, None, weakref.WeakSet()
-        name, argument = record.steps[-1] if before is not None else (None, None)
-        if name not in VIEWS or torch.is_tensor(argument):  # rows by an index are a copy
+        if before is None or not is_view(*record.steps[-1]):
             return
         strides = before.strides or torch.empty(before.shape, device="meta").stride()
         whole = torch.empty_strided(before.shape, strides, device="meta")

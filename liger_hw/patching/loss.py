@@ -26,7 +26,7 @@ from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, attributes_in, attributes_read, read, read_function
 from liger_hw.patching.swapping import swapped_base
-from liger_hw.patching.traced_logits import TracedLogits, UnreadableLogits
+from liger_hw.patching.traced_logits import TracedLogits
 from liger_hw.patching.values import foreign
 
 UNCOMPUTED = LazyLogits, TracedLogits  # which share an interface: fits, fuse, computed, by_products
@@ -372,7 +372,7 @@ def _finish(outputs, skips, in_replica):
     elif lazy is not None and not (skips and (is_tuple or outputs.get("loss") is not None)):
         outgoing = lazy.computed()  # without a loss, the caller's own will read them
     else:
-        outgoing = UnreadableLogits() if isinstance(lazy, TracedLogits) else lazy
+        outgoing = lazy.for_outputs() if isinstance(lazy, TracedLogits) else lazy
     if is_tuple:  # a named one stays one
         outputs = getattr(outputs, "_make", tuple)(outgoing if value is lazy else value for value in outputs)
     elif in_replica and skips:

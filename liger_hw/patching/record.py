@@ -54,7 +54,10 @@ class Record:
         return self if dtype == self.dtype else self._then("to", dtype, dtype=dtype)
 
     def contiguous(self, memory_format=torch.contiguous_format):
-        return self._then("copy") if memory_format == torch.contiguous_format else None
+        """Copy a slice; other logits are contiguous."""
+        if memory_format != torch.contiguous_format:
+            return None
+        return self._then("copy") if any(name in ("rows", "columns") for name, _ in self.steps) else self
 
     def index(self, index):
         """Take slices or a mask of rows, or the first columns."""
@@ -80,13 +83,18 @@ class Record:
         return self._then("view", hidden.shape[:-1] + (self.vocabulary,), hidden=hidden)
 
 
-VIEWS = ("rows", "columns", "view")  # steps whose result shares memory with their input
+VIEWS = ("rows", "columns", "view")
 APPLY = {
     "add": torch.add, "div": torch.div, "mul": torch.mul, "tanh": lambda value, _, tanh=torch.tanh: tanh(value),
     "columns": lambda value, count: value[..., :count], "rows": lambda value, index: value[index],
     "to": lambda value, dtype: value.to(dtype), "view": lambda value, shape: value.reshape(shape),
     "copy": lambda value, _: value.contiguous(),
 }  # fmt: skip
+
+
+def is_view(name, argument):
+    """Tell whether a step shares memory with its input, unlike rows by a mask."""
+    return name in VIEWS and not torch.is_tensor(argument)
 
 
 def apply_steps(logits, steps):

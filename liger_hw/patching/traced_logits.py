@@ -8,7 +8,7 @@ The object stays within the forward: outputs hold an `UnreadableLogits` in its p
 import torch
 import torch.nn.functional as F
 
-from liger_hw._torch import tree_map_only
+from liger_hw._torch import is_in_place, tree_map_only
 from liger_hw.kernels.vocabulary.sharded_head import all_columns
 from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsumexp
 from liger_hw.patching.lazy_logits import ADVICE
@@ -17,6 +17,7 @@ from liger_hw.patching.record import (
     Record,
     apply_steps,
     autocast_dtype,
+    is_view,
     next_record,
     operands,
     scale_and_softcap,
@@ -29,16 +30,20 @@ class TracedLogits:
     Args:
         head: the `torch.nn.Linear`.
         record: a `Record` whose hidden states have their graph.
+        before: the logits to which the last step was applied, or None.
 
     Attributes:
         group: the `DimensionShard` of the head's vocabulary, or None.
+        parent: the logits of which these are a view, or None.
+        values: the logits as a tensor, once the model wrote to them, or None.
     """
 
     group = None
 
-    def __init__(self, head, record):
-        self.head, self.record = head, record
-        self.by_products = {}
+    def __init__(self, head, record, before=None):
+        self.head, self.record, self.values = head, record, None
+        self.by_products = {} if before is None else before.by_products
+        self.parent = before if before is not None and is_view(*record.steps[-1]) else None
 
     @classmethod
     def after(cls, head, hidden):
@@ -47,8 +52,11 @@ class TracedLogits:
 
     @property
     def fits(self):
-        """Tell whether the ops support the steps."""
-        return scale_and_softcap(self.record.steps) is not None
+        """Tell whether the ops support the steps, and the model did not write there."""
+        return not self.is_written() and scale_and_softcap(self.record.steps) is not None
+
+    def is_written(self):
+        return self.values is not None or self.parent is not None and self.parent.is_written()
 
     def _steps(self):
         return [step for step in self.record.steps if step[0] not in ("rows", "view")]  # already applied to hidden
@@ -57,7 +65,23 @@ class TracedLogits:
         return self.record.hidden, self.head.weight, self.head.bias
 
     def computed(self):
+        if self.is_written():
+            return self.to_write()
         return apply_steps(all_columns(F.linear(*self._tensors()), self.group), self._steps())
+
+    def for_outputs(self):
+        return self.computed() if self.is_written() else UnreadableLogits()
+
+    def to_write(self):
+        """Return the values, to which the model is about to write, and keep them."""
+        if self.values is None and self.parent is not None:
+            self.values = apply_steps(self.parent.to_write(), self.record.steps[-1:])
+        elif self.values is None:
+            self.values = self.computed()
+        return self.values
+
+    def __setitem__(self, index, value):
+        self.to_write()[index] = value
 
     def fuse(self, fused, ordinary, casts=True):
         """Call `fused` of `fused_functions` for steps that the ops support."""
@@ -85,13 +109,15 @@ class TracedLogits:
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.computed(), name)
+        return getattr(self.to_write() if name.endswith("_") else self.computed(), name)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if args and isinstance(args[0], TracedLogits):
             logits, *others = args
+            if kwargs.get("inplace") or is_in_place(func):
+                return func(logits.to_write(), *others, **kwargs)
             if func in (torch.tanh, torch.logsumexp):
                 return getattr(logits, func.__name__)(*others, **kwargs)
             loss = call_fused(cross_entropy, logits, others, kwargs) if func is F.cross_entropy else None
@@ -105,12 +131,10 @@ def _method(name, operation):
     """Return the method of `TracedLogits` for an operation of `OPERATIONS`."""
 
     def method(self, *args, **kwargs):
-        record = next_record(self.record, operation, args, kwargs)
+        record = None if self.is_written() else next_record(self.record, operation, args, kwargs)
         if record is None:
             return getattr(self.computed(), name)(*args, **kwargs)
-        logits = type(self)(self.head, record)
-        logits.by_products = self.by_products
-        return logits
+        return self if record is self.record else type(self)(self.head, record, self)
 
     return method
 

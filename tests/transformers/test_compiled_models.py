@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import liger_hw
+from liger_hw.patching.traced_logits import TracedLogits
 
 FAMILIES = "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi3 olmo2 granite mixtral glm4 gpt_oss nemotron".split()
 
@@ -102,6 +103,53 @@ def test_operators_that_no_loss_understands_compute_the_logits():
     liger_hw.patch(patched)
     losses = [torch.compile(model, backend="aot_eager")(**tiny.tokens()).loss for model in (plain, patched)]
     torch.testing.assert_close(*losses)
+
+
+def _written_beside_views(x):
+    first, last = x[:1], x[:, -1:].contiguous()
+    x.mul_(0.5)
+    x[:, 2] = first[:, 3] + last.sum()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.__setitem__((..., slice(3, 9)), -5.0), lambda x: x.mul_(0.5), torch.relu_, _written_beside_views,
+        lambda x: x.float().exp_(), lambda x: x[..., :9].zero_(), lambda x: x.view(-1, x.size(-1))[3:].neg_(),
+        lambda x: x[:, 1:].contiguous().zero_(), lambda x: x[x[..., 0].sum() > 0 * x[..., 0]].zero_(),
+        lambda x: torch.nn.functional.relu(x, inplace=True), lambda x: (x * 2.0).zero_(),
+    ],
+)  # fmt: skip
+def test_writes_to_traced_logits(write):
+    head, results = torch.nn.Linear(8, 12), []
+    hidden = torch.randn(2, 5, 8)
+    for logits in (head(hidden), TracedLogits.after(head, hidden)):
+        write(logits)
+        loss = torch.nn.functional.cross_entropy((logits / 2.0).view(-1, 12), torch.arange(10))
+        results.append((loss, logits + 0, *torch.autograd.grad(loss, list(head.parameters()))))
+    torch.testing.assert_close(*results)
+
+
+class WithWrites(tiny.transformers.LlamaForCausalLM):
+    """A model whose forward, as Chameleon's, writes to its logits."""
+
+    def forward(self, input_ids, labels):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        logits[:, :, 3:9] = torch.finfo(logits.dtype).min
+        return tiny.transformers.modeling_outputs.CausalLMOutput(
+            loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits
+        )
+
+
+def test_a_compiled_forward_may_write_to_its_logits():
+    plain, inputs = WithWrites(tiny.model(num_hidden_layers=1).config), tiny.tokens()
+    plain.loss_type = "ForCausalLM"  # else transformers warns, which no compiler traces
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    expected, found = plain(**inputs), torch.compile(patched, backend="aot_eager", fullgraph=True)(**inputs)
+    torch.testing.assert_close((found.loss, found.logits), (expected.loss, expected.logits))
+    expected.loss.backward(), found.loss.backward()
+    assert_same_gradients(plain, patched)
 
 
 def compile_layers(model):
