@@ -51,6 +51,28 @@ def constant_result(function):
     return function
 
 
+def guarded_result(function, condition):
+    """Let torch.compile take a result as constant while that of `condition` stays."""
+    guards = {}  # result of the condition -> guard; one object is one check of code that asks for it several times
+
+    @constant_result
+    def traced():
+        from torch._dynamo.guards import install_guard
+        from torch._dynamo.source import GlobalStateSource
+
+        holds = condition()
+        if holds not in guards:
+            parts = [f"condition() is {holds}"]
+            guards[holds] = GlobalStateSource().make_guard(
+                lambda builder, _: builder.add_python_lambda_leaf_guard_to_root(parts, parts, {"condition": condition})
+            )
+        install_guard(guards[holds])
+        return function()
+
+    function._torchdynamo_inline = traced  # which torch.compile traces in place of `function`
+    return function
+
+
 def is_plain(*tensors) -> bool:
     """Tell whether no tensor is a subclass such as DTensor; None counts as plain."""
     for tensor in tensors:  # at each call of an op, and twice as fast as `all`

@@ -287,13 +287,15 @@ class CausalLMMatch(ModelMatch):
                 return _with_by_products(outputs, served[0] if asked and len(served) == 1 else {})
             return _finish(outputs, skips, is_replica(self))
 
-        original_loss_function = original.loss_function.fget  # Dynamo cannot trace a look-up inside `loss_function`
+        matched = original.loss_function
+        original_loss_function = matched.fget  # Dynamo cannot trace a look-up inside `loss_function`
 
         def loss_function(self):
-            if not unchanged(self):
+            is_unchanged = unchanged(self)
+            if not is_unchanged and original.loss_function is not matched:
                 return super(swapped_base(type(self)), self).loss_function
             chosen = original_loss_function(self)
-            known = _is_causal_lm_loss(chosen)
+            known = is_unchanged and _is_causal_lm_loss(chosen)
             return functools.partial(causal_lm_loss, original=chosen, fused_ce=fused_ce) if known else chosen
 
         return self.members_for_adapters() | {

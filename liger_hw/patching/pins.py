@@ -393,14 +393,14 @@ def code_guard(pins, classes=()):
     values = {"is_tracing": _torch.is_tracing}
     values |= {"dispatch_modes": _torch.dispatch_modes, "function_modes": _torch.function_modes}
     values |= {"only_harmless_modes": only_harmless_modes}
-    owners = {}
+    owners, pinned = {}, []
     unique = {(id(pin.owner), pin.name): pin for pin in (*COMMON, *pins)}
     for index, pin in enumerate(unique.values()):
         owner = owners.setdefault(id(pin.owner), f"o{len(owners)}")
         values |= {owner: pin.owner, f"v{index}": pin.value}
         current = f"{owner}.{pin.name}"
         if pin.value is MISSING:
-            conditions.append(f"{pin.name!r} not in {owner}")
+            pinned.append(f"{pin.name!r} not in {owner}")
             continue
         if isinstance(pin.owner, dict):  # a subclass, such as ACT2FN, may build a new value for each look-up
             current = f"{owner}[{pin.name!r}]" if type(pin.owner) is dict else f"entry({owner}, {pin.name!r})"
@@ -408,7 +408,7 @@ def code_guard(pins, classes=()):
         if pin.value is _torch.LINEAR:
             values["is_zero3_linear"] = is_zero3_linear
             same = f"({same} or is_zero3_linear({current}))"
-        conditions.append(same)
+        pinned.append(same)
     members = Members(classes)
     values |= {f"m{index}": names for index, (names, _, _) in enumerate(members.classes)}
     names = (*(f"m{i}" for i in range(len(members.classes))), "kernels", "patched[0]")
@@ -416,7 +416,7 @@ def code_guard(pins, classes=()):
     values |= {"kernels": _torch.program_kernels, "patched": members.patched}
     conditions.append(f"({count} == members.count or members.are_unchanged())")
     values |= {"members": members, "entry": dict.__getitem__}
-    return _torch.constant_result(_generate("", conditions, values))
+    return _torch.guarded_result(_generate("", [*conditions, *pinned], values), _generate("", pinned, values))
 
 
 def _generate(parameters, conditions, values):

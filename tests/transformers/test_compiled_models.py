@@ -209,3 +209,40 @@ def test_small_layers_are_compiled_as_unpatched(family, monkeypatch):
     assert expected and operations(patched) == expected
     monkeypatch.setattr("liger_hw.dispatch.ops.FUSED_VALUES", 1)
     assert operations(patched) != expected
+
+
+llama = tiny.transformers.models.llama.modeling_llama
+REPLACED = {  # what a program replaces, by which function
+    "class's forward": (llama.LlamaMLP, "forward", lambda self, x: x),
+    "norm's forward": (llama.LlamaRMSNorm, "forward", lambda self, x: x * 2),
+    "activation's forward": (tiny.transformers.activations.SiLUActivation, "forward", lambda self, x: x.tanh()),
+    "linear's forward": (torch.nn.Linear, "forward", lambda self, x: torch.matmul(x, self.weight.T) / 2),
+    "rotary function": (llama, "apply_rotary_pos_emb", lambda q, k, *args, **kwargs: (q, k)),
+    "helper of the rotary function": (llama, "rotate_half", lambda x: x),
+    "function of torch": (torch.nn.functional, "silu", lambda x, inplace=False: x.tanh()),
+    "another of torch": (torch, "rsqrt", lambda x: x.tanh()),
+}
+
+
+@pytest.mark.parametrize(
+    "replaced, whole", [*((name, False) for name in REPLACED), ("norm's forward", True), ("linear's forward", True)]
+)
+def test_code_replaced_after_compilation_counts(replaced, whole, monkeypatch):
+    monkeypatch.setattr("liger_hw.dispatch.ops.FUSED_VALUES", 1)  # no module is small: the ops compute all
+    owner, name, function = REPLACED[replaced]
+    plain, patched = tiny.pair(num_hidden_layers=1)
+    backend = CompileCounterWithBackend("aot_eager")
+    for module in [patched] if whole else patched.model.layers:
+        module.compile(backend=backend, fullgraph=True)
+
+    def assert_same_loss():
+        expected, found = (tiny.call(model, **tiny.tokens()).loss for model in (plain, patched))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        return expected
+
+    before = assert_same_loss()
+    with monkeypatch.context() as context:
+        context.setattr(owner, name, function)
+        assert not torch.equal(assert_same_loss(), before), "the replacement shows"
+    frames = backend.frame_count
+    assert torch.equal(assert_same_loss(), before) and backend.frame_count == frames, "the ops compute again"
