@@ -60,6 +60,7 @@ WITHOUT_LOGITS = (
 NOT_PINNED = ("empty", "full", "linear", "new_", "ones", "zeros")
 CALLABLE = types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens", "entropy")
+NAMED = ("__module__", "__name__", "__qualname__", "__doc__")  # annotations of Python 3.14 cannot be pickled
 REFUSED = {  # other keyword arguments that would change the loss -> the values that change nothing
     **dict.fromkeys(("loss_weights", "weight"), (None,)),
     "return_z_loss": (False, None),
@@ -295,8 +296,10 @@ class CausalLMMatch(ModelMatch):
             if not is_unchanged and original.loss_function is not matched:
                 return super(swapped_base(type(self)), self).loss_function
             chosen = original_loss_function(self)
-            known = is_unchanged and _is_causal_lm_loss(chosen)
-            return functools.partial(causal_lm_loss, original=chosen, fused_ce=fused_ce) if known else chosen
+            if not is_unchanged or not _is_causal_lm_loss(chosen):
+                return chosen
+            served = functools.partial(causal_lm_loss, original=chosen, fused_ce=fused_ce)
+            return served if torch.compiler.is_compiling() else functools.update_wrapper(served, chosen, NAMED)
 
         return self.members_for_adapters() | {
             "_get_name": lambda self: type(self).__name__,  # a Trainer that smooths labels looks the name up

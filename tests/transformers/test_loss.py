@@ -1,6 +1,7 @@
 """Check the loss of a patched model against the model's, in every way to ask for it."""
 
 import copy
+import inspect
 import pickle
 import warnings
 
@@ -529,6 +530,17 @@ def test_cross_entropy_of_real_logits():
     plain, patched = tiny.pair(flags={"cross_entropy": True, "fused_linear_cross_entropy": False})
     assert type(patched.lm_head) is torch.nn.Linear
     tiny.assert_learns_alike(plain, patched, fused=False, **tiny.tokens())
+
+
+def test_the_loss_function_is_called_as_that_of_the_plain_model():
+    plain, patched = tiny.pair(num_hidden_layers=1)
+    expected, found = plain.loss_function, patched.loss_function
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(found, name) == getattr(expected, name)
+    assert inspect.signature(found) == inspect.signature(expected)
+    labels, logits = tiny.tokens()["labels"], torch.randn(2, 17, tiny.VOCABULARY)
+    for copied in (found, copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        torch.testing.assert_close(copied(logits, labels, tiny.VOCABULARY), expected(logits, labels, tiny.VOCABULARY))
 
 
 def test_a_loss_function_of_the_users_own():
