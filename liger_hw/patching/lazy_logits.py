@@ -284,6 +284,14 @@ class Cell:
     device = property(lambda self: self.record.hidden.device)
 
     @property
+    def is_recorded(self):
+        """Tell whether the next step may be recorded.
+
+        Within a checkpoint of the model, which runs its steps again after the forward, each one computes.
+        """
+        return not self.has_memory and self.call.forward.within[1] == _torch.saved_tensors_hooks()
+
+    @property
     def has_memory(self):
         """Tell whether an operation read these logits or those of which they are a view."""
         return self.values is not None or self.parent is not None and self.parent.has_memory
@@ -322,7 +330,7 @@ class LazyLogits(Deferred):
     @property
     def fits(self):
         """Tell whether the logits are not computed and the ops support their steps."""
-        return not self.cell.has_memory and scale_and_softcap(self.cell.record.steps) is not None
+        return self.cell.is_recorded and scale_and_softcap(self.cell.record.steps) is not None
 
     def fuse(self, fused, ordinary, casts=True):
         """Apply `FusedFunction` to logits that fit."""
@@ -342,7 +350,7 @@ class LazyLogits(Deferred):
         kwargs = kwargs or {}
         if func in SUMS and len(args) == 2 and not isinstance(args[0], LazyLogits):
             args = args[::-1]
-        if args and isinstance(args[0], LazyLogits) and not args[0].cell.has_memory:
+        if args and isinstance(args[0], LazyLogits) and args[0].cell.is_recorded:
             derived = _derived(func, args[0], args[1:], kwargs)
             if derived is not None:
                 return derived

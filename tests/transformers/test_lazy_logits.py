@@ -19,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import from_dlpack
 
 import liger_hw
@@ -448,6 +449,23 @@ def test_within_the_model_a_write_beside_a_recorded_view_is_an_error():
     for x in halves.both():
         x.mul_(7.0)
     assert torch.equal(*half) and torch.equal(halves.lazy.clone(), halves.real)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "loss_of", [lambda x: x[:, :-1].contiguous(), lambda x: x[:, 1:] / 2, lambda x: x.view(2, 5, 12)[:, 1:].float()]
+)
+def test_a_checkpoint_within_the_model_around_its_loss(loss_of, reentrant):
+    pair, target = Pair(recording=True), torch.arange(8)
+    for logits in pair.both():
+        loss = checkpoint(
+            lambda x: torch.nn.functional.cross_entropy(loss_of(x).reshape(-1, 12), target),
+            logits, use_reentrant=reentrant,
+        )  # fmt: skip
+        if logits is pair.lazy:
+            logits.cell.call.forward.recording = False
+        loss.backward()
+    pair.assert_same_gradients()
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
