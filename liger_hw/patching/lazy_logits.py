@@ -360,6 +360,8 @@ class LazyLogits(Deferred):
                 return LazyLogits(args[0].cell)  # within an autograd function that only waits for the backward
             if caller == torch.nn.Parameter.__module__:
                 raise TypeError(f"torch.nn.Parameter takes no lazy logits: pass logits.detach(), or {ADVICE}")
+        if func is T.__setitem__ and isinstance(args[0], LazyLogits):
+            args[0].cell.before_write()
         if func in WATCHES:
             _torch.tree_map_only(LazyLogits, lambda tensor: tensor.cell.call.keep(func in KEEPS), (args, kwargs))
         return super().__torch_function__(func, types, args, kwargs)

@@ -440,8 +440,9 @@ def test_within_the_model_a_write_beside_a_recorded_view_is_an_error():
     lazy = Pair(recording=True).lazy
     view = lazy[:, 1:]
     for x in (lazy, view):
-        with pytest.raises(RuntimeError, match="skip_logits=False"):
-            x.mul_(2.0)
+        for write in (lambda x: x.mul_(2.0), lambda x: x.__setitem__((..., slice(3)), 0.0)):
+            with pytest.raises(RuntimeError, match="skip_logits=False"):
+                write(x)
     del view
     gc.collect()
     halves = Pair(recording=True)
