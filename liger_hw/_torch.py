@@ -51,6 +51,12 @@ def constant_result(function):
     return function
 
 
+def traced_as(function, traced):
+    """Let torch.compile trace `traced` in place of `function`."""
+    function._torchdynamo_inline = traced
+    return function
+
+
 def guarded_result(function, condition):
     """Let torch.compile take a result as constant while that of `condition` stays."""
     guards = {}  # result of the condition -> guard; one object is one check of code that asks for it several times
@@ -69,8 +75,7 @@ def guarded_result(function, condition):
         install_guard(guards[holds])
         return function()
 
-    function._torchdynamo_inline = traced  # which torch.compile traces in place of `function`
-    return function
+    return traced_as(function, traced)
 
 
 def is_plain(*tensors) -> bool:

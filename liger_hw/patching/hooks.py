@@ -1,5 +1,7 @@
 """Tell whether a call of a module runs more than its own forward."""
 
+import types
+
 from liger_hw import _torch
 
 
@@ -17,6 +19,15 @@ def is_intercepted(module):
     if _torch.has_global_module_hooks() or _torch.backward_hooks(module) or next(module.parameters(), None) is not None:
         return True
     return not all(is_zero3_hook(hook) for hook in _torch.forward_hooks(module))
+
+
+def _read_first(module):
+    module.forward  # noqa: B018, torch.compile guards what code reads, not names in the `__dict__` of a module
+    return _ask(module)
+
+
+_ask = types.FunctionType(is_intercepted.__code__, globals(), "_ask")
+_torch.traced_as(is_intercepted, _read_first)
 
 
 def original_class(module):

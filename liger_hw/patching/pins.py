@@ -348,15 +348,21 @@ def guard(pins, attributes, shadowed, bypassed, classes=(), inputs=()):
         else:
             same = f"fact({current}) == v{index}"
         conditions.append(same)
+    hiding, reads = [], []
     for child, names in shadowed.items():
         holder = "module" if child is None else f"module._modules[{child!r}]"
-        conditions += [f"{name!r} not in {holder}.__dict__" for name in sorted(names)]
-    if not inputs:
-        return _generate("module", conditions, values)
-    values |= {"cover": cover, "by_name": {*inputs[1:]}}
-    named = "(not kwargs or kwargs.keys() <= by_name)" if inputs[1:] else "not kwargs"
-    conditions = [f"0 < len(args) <= {len(inputs)}", named, *conditions, "cover(args[0])"]
-    return _generate("module, args, kwargs", conditions, values)
+        hiding += [f"{name!r} not in {holder}.__dict__" for name in sorted(names)]
+        reads += [f"({holder}.{name}, True)[1]" for name in sorted(names)]
+    parameters, conditions = "module", [*conditions, *hiding]
+    if inputs:
+        values |= {"cover": cover, "by_name": {*inputs[1:]}}
+        named = "(not kwargs or kwargs.keys() <= by_name)" if inputs[1:] else "not kwargs"
+        parameters = "module, args, kwargs"
+        conditions = [f"0 < len(args) <= {len(inputs)}", named, *conditions, "cover(args[0])"]
+    unchanged = _generate(parameters, conditions, values)
+    if reads:  # torch.compile guards what code reads, not names in the `__dict__` of a module
+        _torch.traced_as(unchanged, _generate(parameters, [*conditions, *reads], values))
+    return unchanged
 
 
 def digest(pins):

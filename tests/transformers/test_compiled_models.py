@@ -246,3 +246,23 @@ def test_code_replaced_after_compilation_counts(replaced, whole, monkeypatch):
         assert not torch.equal(assert_same_loss(), before), "the replacement shows"
     frames = backend.frame_count
     assert torch.equal(assert_same_loss(), before) and backend.frame_count == frames, "the ops compute again"
+
+
+SET = {  # what a program sets on an instance of a compiled layer
+    "activation's forward": lambda mlp: setattr(mlp.act_fn, "forward", torch.tanh),
+    "last projection's forward": lambda mlp: setattr(mlp.down_proj, "forward", lambda x: x[..., :64]),
+}
+
+
+@pytest.mark.parametrize("change", SET)
+def test_forwards_set_after_compilation_count(change, monkeypatch):
+    monkeypatch.setattr("liger_hw.dispatch.ops.FUSED_VALUES", 1)
+    plain, patched = tiny.pair(num_hidden_layers=1)
+    compile_layers(patched)
+    before = tiny.call(plain, **tiny.tokens()).loss
+    torch.testing.assert_close(tiny.call(patched, **tiny.tokens()).loss, before)
+    for model in (plain, patched):
+        SET[change](model.model.layers[0].mlp)
+    expected = tiny.call(plain, **tiny.tokens()).loss
+    assert not torch.equal(expected, before)
+    torch.testing.assert_close(tiny.call(patched, **tiny.tokens()).loss, expected)
