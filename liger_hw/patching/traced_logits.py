@@ -182,6 +182,18 @@ for _name in (
     if _operation not in vars(TracedLogits):
         setattr(TracedLogits, _operation, lambda self, *args, name=_operation: getattr(self.computed(), name)(*args))
 
+
+def _write_by(name):
+    def method(self, other):
+        getattr(self.to_write(), name)(other)
+        return self
+
+    return method
+
+
+for _name in ("__iadd__", "__isub__", "__imul__", "__itruediv__"):
+    setattr(TracedLogits, _name, _write_by(_name))
+
 _WHY = (
     "a training forward that is compiled, or whose head is sharded, computes its loss without logits, so there are "
     f"none to read: {ADVICE}"

@@ -1,6 +1,7 @@
 """Test compiled and exported models, whole or layer by layer."""
 
 import copy
+import operator
 
 import numpy
 import pytest
@@ -118,6 +119,7 @@ def _written_beside_views(x):
         lambda x: x.float().exp_(), lambda x: x[..., :9].zero_(), lambda x: x.view(-1, x.size(-1))[3:].neg_(),
         lambda x: x[:, 1:].contiguous().zero_(), lambda x: x[x[..., 0].sum() > 0 * x[..., 0]].zero_(),
         lambda x: torch.nn.functional.relu(x, inplace=True), lambda x: (x * 2.0).zero_(),
+        lambda x: operator.imul(x, 0.5), lambda x: operator.isub(x[:, 1:], 2.0),
     ],
 )  # fmt: skip
 def test_writes_to_traced_logits(write):
