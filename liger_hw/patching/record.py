@@ -3,6 +3,8 @@
 A loss that understands the record computes its value from hidden states and weight, without logits.
 """
 
+import itertools
+
 import torch
 
 from liger_hw._torch import PLAIN
@@ -57,7 +59,8 @@ class Record:
         """Copy a slice; other logits are contiguous."""
         if memory_format != torch.contiguous_format:
             return None
-        return self._then("copy") if any(name in ("rows", "columns") for name, _ in self.steps) else self
+        views = itertools.takewhile(lambda step: is_view(*step), reversed(self.steps))
+        return self._then("copy") if any(name != "view" for name, _ in views) else self
 
     def index(self, index):
         """Take slices or a mask of rows, or the first columns."""

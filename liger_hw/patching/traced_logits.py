@@ -36,6 +36,7 @@ class TracedLogits:
         group: the `DimensionShard` of the head's vocabulary, or None.
         parent: the logits of which these are a view, or None.
         values: the logits as a tensor, once the model wrote to them, or None.
+        records: whether autograd recorded the head.
     """
 
     group = None
@@ -43,6 +44,7 @@ class TracedLogits:
     def __init__(self, head, record, before=None):
         self.head, self.record, self.values = head, record, None
         self.by_products = {} if before is None else before.by_products
+        self.records = torch.is_grad_enabled() if before is None else before.records
         self.parent = before if before is not None and is_view(*record.steps[-1]) else None
 
     @classmethod
@@ -77,7 +79,8 @@ class TracedLogits:
         if self.values is None and self.parent is not None:
             self.values = apply_steps(self.parent.to_write(), self.record.steps[-1:])
         elif self.values is None:
-            self.values = self.computed()
+            with torch.set_grad_enabled(self.records):  # as in the forward; the model may write within no_grad
+                self.values = self.computed()
         return self.values
 
     def __setitem__(self, index, value):
@@ -109,7 +112,9 @@ class TracedLogits:
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.to_write() if name.endswith("_") else self.computed(), name)
+        if name in ("register_hook", "retain_grad", "grad_fn"):
+            raise RuntimeError(_NO_GRADIENT)
+        return getattr(self.to_write() if name.endswith("_") or name in ("data", "detach") else self.computed(), name)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -123,6 +128,8 @@ class TracedLogits:
             loss = call_fused(cross_entropy, logits, others, kwargs) if func is F.cross_entropy else None
             if loss is not None:
                 return loss
+        if func is torch.autograd.grad:
+            raise RuntimeError(_NO_GRADIENT)
         args, kwargs = tree_map_only(TracedLogits, lambda logits: logits.computed(), (args, kwargs))
         return func(*args, **kwargs)
 
@@ -194,6 +201,7 @@ def _write_by(name):
 for _name in ("__iadd__", "__isub__", "__imul__", "__itruediv__"):
     setattr(TracedLogits, _name, _write_by(_name))
 
+_NO_GRADIENT = f"a forward that is compiled, or whose head is sharded, computes no gradient of its logits: {ADVICE}"
 _WHY = (
     "a training forward that is compiled, or whose head is sharded, computes its loss without logits, so there are "
     f"none to read: {ADVICE}"

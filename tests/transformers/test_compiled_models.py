@@ -112,6 +112,12 @@ def _written_beside_views(x):
     x[:, 2] = first[:, 3] + last.sum()
 
 
+def _written_twice_contiguous(x):
+    rows = x[:, 1:].contiguous()
+    rows.contiguous().mul_(0.5)
+    x[:, 1:] = rows
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -120,6 +126,8 @@ def _written_beside_views(x):
         lambda x: x[:, 1:].contiguous().zero_(), lambda x: x[x[..., 0].sum() > 0 * x[..., 0]].zero_(),
         lambda x: torch.nn.functional.relu(x, inplace=True), lambda x: (x * 2.0).zero_(),
         lambda x: operator.imul(x, 0.5), lambda x: operator.isub(x[:, 1:], 2.0),
+        torch.no_grad()(lambda x: x.mul_(0.5)), lambda x: x.data.mul_(0.5), lambda x: x[:, 1:].detach().zero_(),
+        _written_twice_contiguous,
     ],
 )  # fmt: skip
 def test_writes_to_traced_logits(write):
@@ -130,6 +138,18 @@ def test_writes_to_traced_logits(write):
         loss = torch.nn.functional.cross_entropy((logits / 2.0).view(-1, 12), torch.arange(10))
         results.append((loss, logits + 0, *torch.autograd.grad(loss, list(head.parameters()))))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.register_hook(print), lambda x: x[:, 1:].retain_grad(), lambda x: x.grad_fn,
+        lambda x: torch.autograd.grad(x.sum(), x),
+    ],
+)  # fmt: skip
+def test_the_gradient_of_traced_logits_is_refused(read):
+    with pytest.raises(RuntimeError, match="skip_logits=False"):
+        read(TracedLogits.after(torch.nn.Linear(8, 12), torch.randn(2, 5, 8)))
 
 
 class WithWrites(tiny.transformers.LlamaForCausalLM):
