@@ -16,7 +16,7 @@ FEW = """
 apertus axk2 bailing_hybrid bamba cohere2 deepseek_v4 dory ernie4_5 fsmt fun_asr_nano gemma2 gemma3n_text glmga
 gpt_oss gptj helium idefics idefics3 inkling_text lara_mini llama llama4 llama4_text llava mistral3 mixtral mpt
 musicflamingo musicgen_melody nanochat nemotron olmo opt phi phi4_multimodal qwen2_5_vl qwen3_next rwkv step3p7
-t5 xlm xlnet
+t5 video_llama_3 xlm xlnet
 """.split()
 PAGE = Path(__file__).parents[2] / "docs" / "models.json"
 
