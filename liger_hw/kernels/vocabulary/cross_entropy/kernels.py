@@ -40,40 +40,46 @@ def cross_entropy_scale_config(cols, itemsize, device):
 
 
 @triton.jit
-def _online(x, col, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, weights, smoothed, best, best_col,
-            SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr):  # fmt: skip
-    """Add a block to each lane's running maximum, sums and largest logit's column.
+def _online(x, col, mask, count, WEIGHT, logit_scale, softcap, row_max, sum_exp, weights, smoothed, best, best_col,
+            SMOOTH: tl.constexpr, PREDICT: tl.constexpr, cols: tl.constexpr):  # fmt: skip
+    """Add a tile to each lane's running maximum, sums and largest logit's column.
 
-    A lane reduces its own vectors alone, so that no lane waits for another before the row's end. The maximum stays
-    finite, so that a logit of +inf makes the sum of powers +inf, and NaN alone makes it NaN. `smoothed` adds up the
-    distances from the maximum times `weights`: a sum of large logits themselves would overflow.
+    A lane reduces its own vector alone, so that no lane waits for another before the row's end. The tile has this shape
+    from the load on, because the reshape of a mask goes through shared memory. `count` columns of a lane's vector
+    exist. The maximum stays finite, so that a logit of +inf makes the sum of powers +inf, and NaN alone makes it NaN.
+    `smoothed` adds up the distances from the maximum times class weights: a sum of large logits themselves would
+    overflow. `weights` adds up twice the class weights, for `_moved`.
     """
-    LANES: tl.constexpr = x.shape[0] // VECTOR
     if PREDICT:  # before the softcap, which makes large logits equal; the first of equal ones wins, as in torch.argmax
-        a = tl.reshape(tl.where(mask, scaled(x, logit_scale), float("-inf")), (LANES, VECTOR))
+        a = tl.where(mask, scaled(x, logit_scale), float("-inf"))
         block_best = tl.max(a, 1)
-        block_col = tl.min(tl.where(a == block_best[:, None], tl.reshape(col, (LANES, VECTOR)), cols - 1), 1)
+        block_col = tl.min(tl.where(a == block_best[:, None], col, cols - 1), 1)
         better = (block_best > best) | ((block_best == best) & (block_col < best_col))
         best, best_col = tl.where(better, block_best, best), tl.where(better, block_col, best_col)
     z, unit = score(x, logit_scale, softcap)[0], power_unit_of(softcap)
-    z = tl.reshape(tl.where(mask, z, float("-inf")), (LANES, VECTOR))
+    z = tl.where(mask, z, float("-inf"))
     new_max = tl.minimum(tl.maximum(row_max, tl.max(z, 1)), -LOWEST_FINITE)
     below = z - new_max[:, None]
     sum_exp = sum_exp * tl.exp2((row_max - new_max) * unit) + tl.sum(tl.exp2(below * unit), 1)
     if SMOOTH:
-        weight = tl.where(mask, 1.0, 0.0)
+        smoothed = _moved(smoothed, weights, row_max, new_max)
         if WEIGHT is not None:
             weight = tl.load(WEIGHT + col, mask, other=0.0).to(tl.float32)
-        weight, counted = tl.reshape(weight, (LANES, VECTOR)), tl.reshape(mask, (LANES, VECTOR))
-        smoothed = _moved(smoothed, weights, row_max, new_max) + tl.sum(tl.where(counted, below * weight, 0.0), 1)
-        weights += tl.sum(weight, 1)
+            smoothed += tl.sum(tl.where(mask, below * weight, 0.0), 1)
+            weights += 2.0 * tl.sum(weight, 1)
+        else:
+            smoothed += tl.sum(tl.where(mask, below, 0.0), 1)
+            weights += 2.0 * count
     return new_max, sum_exp, weights, smoothed, best, best_col
 
 
 @triton.jit
 def _moved(smoothed, weights, old_max, new_max):
-    """Return weighted distances from another maximum; halves, because a large difference may overflow."""
-    return smoothed + (old_max * 0.5 - new_max * 0.5) * (2.0 * weights)
+    """Return weighted distances from another maximum.
+
+    Halves times twice the weights, because a large difference may overflow.
+    """
+    return smoothed + (old_max * 0.5 - new_max * 0.5) * weights
 
 
 @triton.jit
@@ -154,7 +160,8 @@ def _statistics(
 ):  # fmt: skip
     """Walk a row for its maximum z, sums and largest logit's column."""
     LANES: tl.constexpr = COLS // VECTOR
-    lane = tl.arange(0, COLS)
+    first = tl.arange(0, LANES) * VECTOR  # column of each lane's vector
+    lane = first[:, None] + tl.arange(0, VECTOR)[None, :]
     row_max = tl.full((LANES,), LOWEST_FINITE, tl.float32)
     best = tl.full((LANES,), float("-inf"), tl.float32)
     best_col = tl.full((LANES,), cols - 1, tl.int32)
@@ -164,20 +171,23 @@ def _statistics(
         at = start + lane
         mask = body_mask(row, at, cols, VECTOR, ALIGNED, COLS)
         x = tl.load(row.middle + at, mask, other=0.0, eviction_policy=POLICY)
+        count = tl.where(body_mask(row, start + first, cols, VECTOR, ALIGNED, COLS), VECTOR, 0)
         row_max, sum_exp, weights, smoothed, best, best_col = _online(
-            x, row.head + at, mask, WEIGHT, logit_scale, softcap, row_max, sum_exp, weights, smoothed, best, best_col,
-            SMOOTH, PREDICT, cols, VECTOR,
+            x, row.head + at, mask, count, WEIGHT, logit_scale, softcap, row_max, sum_exp, weights, smoothed, best,
+            best_col, SMOOTH, PREDICT, cols,
         )  # fmt: skip
     row_max, row_sum_exp, weights, smoothed, best, best_col = _over_lanes(
         row_max, sum_exp, weights, smoothed, best, best_col, softcap, cols
     )
     if not ALIGNED or cols % VECTOR != 0:
         edge, edge_valid = edge_columns(row, cols, VECTOR)
+        edge, edge_valid = tl.reshape(edge, (2, VECTOR)), tl.reshape(edge_valid, (2, VECTOR))
+        count = tl.where(tl.arange(0, 2) == 0, row.head, cols - row.head - row.body)
         zeros = tl.zeros((2,), tl.float32)
         lanes = _online(
-            tl.load(row.first + edge, edge_valid, other=0.0), edge, edge_valid, WEIGHT, logit_scale, softcap,
+            tl.load(row.first + edge, edge_valid, other=0.0), edge, edge_valid, count, WEIGHT, logit_scale, softcap,
             zeros + row_max, zeros, zeros, zeros, zeros + best, tl.zeros((2,), tl.int32) + best_col, SMOOTH, PREDICT,
-            cols, VECTOR,
+            cols,
         )  # fmt: skip
         new_max, edge_sum_exp, _, edge_smoothed, best, best_col = _over_lanes(*lanes, softcap, cols)
         row_sum_exp = row_sum_exp * tl.exp2((row_max - new_max) * power_unit_of(softcap)) + edge_sum_exp
