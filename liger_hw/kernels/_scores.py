@@ -25,6 +25,15 @@ def row_softmax(vector_max, sum_exp, unit=1.0):
 
 
 @triton.jit
+def below_peak(z, row_max, unit, log_sum):
+    """Return (z - row_max) unit - log_sum in two instructions.
+
+    They take halves, because a large difference may overflow.
+    """
+    return tl.fma(tl.fma(z, 0.5, row_max * -0.5), unit * 2.0, -log_sum)
+
+
+@triton.jit
 def _tanh(x):
     """Compute tanh to 3 ulp everywhere, because the softcap multiplies its error.
 

@@ -12,6 +12,10 @@ from liger_hw import (
     selective_log_softmax,
     use_backend,
 )
+from liger_hw.kernels._logits import padded_rows
+from liger_hw.kernels.vocabulary.divergence import KINDS
+from liger_hw.kernels.vocabulary.divergence.logits import divergence_rows, soft_rows
+from liger_hw.kernels.vocabulary.divergence.probabilities import Form, kl_by_row, kl_rows
 
 HUGE, LARGEST = 3e38, torch.finfo(torch.float32).max
 
@@ -95,3 +99,48 @@ def test_statistics(options, backend, device):
         return rows.log_probs, rows.is_top1.float(), rows.log_sum_sq_probs
 
     compare(results, torch.float32, backend)
+
+
+def hold_rows(soft, gradient, student, expected):
+    """Compare losses and gradients of rows; a gradient may be the difference of two values of a loss's size."""
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), student)
+    torch.testing.assert_close(soft, expected.detach(), rtol=1e-5, atol=1e-5, equal_nan=True)
+    size = 1 + torch.where(expected.isfinite(), expected.detach().abs(), 0)[:, None]
+    torch.testing.assert_close(gradient / size, expected_gradient / size, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("kind", [*KINDS, "cosine"])
+@pytest.mark.parametrize("cols", [37, 64])
+def test_divergence_of_logits(cols, kind, temperature, backend, device):
+    torch.manual_seed(0)
+    x, labels = huge_rows(cols, torch.float32, device)
+    plain, tiny = torch.randn(3 * 12, cols, device=device).view(3, 12, cols), 10.0 ** -torch.arange(12, device=device)
+    for s, t in ((x, x.roll(1, 1)), (x, plain[0]), (plain[0], x), (plain[1] * tiny[:, None] ** 3, plain[2])):
+        student, gradient = s.clone().requires_grad_(), padded_rows(s.clone())
+        soft, hard, factors = plain.new_empty(12), plain.new_empty(12), plain.new_ones(2)
+        beta = 0.5 if kind == "even_jsd" else 0.3
+        with use_backend(backend):
+            divergence_rows(
+                gradient, padded_rows(t), labels, factors, soft, hard, kind, beta, temperature, -100, True
+            )  # fmt: skip
+        expected = torch.nn.functional.cross_entropy(student, labels, reduction="none")
+        torch.testing.assert_close(hard, expected.detach(), rtol=1e-5, atol=1e-5, equal_nan=True)
+        gradient -= torch.autograd.grad(expected.sum(), student)[0]
+        hold_rows(soft, gradient, student, soft_rows(student, t, kind, beta, temperature))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("logarithms", [False, True])
+@pytest.mark.parametrize("cols", [37, 64])
+def test_divergence_of_probabilities(cols, logarithms, temperature, backend, device):
+    torch.manual_seed(0)
+    x, labels = huge_rows(cols, torch.float32, device)
+    p, form = torch.randn(12, cols, device=device).softmax(-1), Form(logarithms, temperature, 1e-10)
+    if logarithms:
+        p = p.log()
+        p[:, 2], p[3, 4] = -HUGE, -inf
+    student, soft, gradient = x.clone().requires_grad_(), torch.empty(12, device=device), padded_rows(x.clone())
+    with use_backend(backend):
+        kl_rows(gradient, p, labels, torch.ones((), device=device), soft, form, -100, True)
+    hold_rows(soft, gradient, student, kl_by_row(student, p, form))

@@ -319,19 +319,19 @@ MUTANTS = {
     ],
     "logits_divergence": [
         ("softmax's term of the gradient", "(slope - q * slope_sum)", "slope"),
-        ("labels see the temperature", "tl.exp2(s * temperature - hard_lse)", "tl.exp2(s - hard_lse)"),
         (
-            "the shorter vocabulary is not padded",
-            "t * scale, tl.where(at < cols, 0.0,",
-            "t * scale, tl.where(at < 0, 0.0,",
+            "labels see the temperature",
+            "s_max, hard_sum_exp, VECTOR, LOG2_E",
+            "s_max, hard_sum_exp, VECTOR, power_unit",
         ),
+        ("the shorter vocabulary is not padded", "t, tl.where(at < cols, 0.0,", "t, tl.where(at < 0, 0.0,"),
     ],
     "cross_entropy_tvd": [
         ("slope without the distribution's share", "(_slope(q, p) - q * tl.load(STATE + 4))", "_slope(q, p)"),
         ("teacher's powers by the student's peak", "(t - tl.load(STATE + 2))", "(t - tl.load(STATE))"),
     ],
     "soft_targets": [
-        ("rows that do not add up to 1", "(mass * tl.exp2(log_q) - p)", "(tl.exp2(log_q) - p)"),
+        ("rows that do not add up to 1", "(mass * tl.exp2(log_q * LOG2_E) - p)", "(tl.exp2(log_q * LOG2_E) - p)"),
         ("probabilities as logarithms", "log_p = tl.log2(tl.maximum(p, eps))", "log_p = tl.log2(p)"),
     ],
     "sequences": [

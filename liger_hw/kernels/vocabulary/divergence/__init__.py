@@ -226,20 +226,29 @@ def _log_half(x):
 
 
 @triton.jit
+def logarithm_unit(KIND: tl.constexpr):
+    """Return a nat in the units of `divergence_element`'s logarithms.
+
+    They are nats where a value adds up logarithms, which could overflow in units of ln 2.
+    """
+    return 1.0 if KIND == "kl" or KIND == "reverse_kl" else LOG2_E
+
+
+@triton.jit
 def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
     """Return an element, its gradient by log q, and q.
 
-    The log-probabilities are in units of ln 2.
+    The log-probabilities are in units of `logarithm_unit`.
     """
     if KIND == "tvd":
         q, p = tl.exp2(log_q), tl.exp2(log_p)
         return tl.abs(q - p) * 0.5, tl.where(q > p, 0.5 * q, tl.where(q < p, -0.5 * q, 0.0)), q
     elif KIND == "kl":
-        p = tl.exp2(log_p)
-        return tl.where(p == 0, 0.0, p * ((log_p - log_q) * LN_2)), -p, tl.exp2(log_q)  # p > 0 would hide a NaN
+        p = tl.exp2(log_p * LOG2_E)
+        return tl.where(p == 0, 0.0, p * (log_p - log_q)), -p, tl.exp2(log_q * LOG2_E)  # p > 0 would hide a NaN
     elif KIND == "reverse_kl":
-        q = tl.exp2(log_q)
-        value = tl.where(q == 0, 0.0, q * ((log_q - log_p) * LN_2))
+        q = tl.exp2(log_q * LOG2_E)
+        value = tl.where(q == 0, 0.0, q * (log_q - log_p))
         return value, value + q, q
     else:  # by the smaller probability's share of the larger: the logarithm of their mixture has no cancellation
         apart = tl.minimum(tl.abs(log_q - log_p), 200.0)  # a share of 0 in fp32; not NaN where both are -inf
@@ -263,7 +272,7 @@ def _element(x, y, beta, eps, KIND: tl.constexpr, LOGARITHMS: tl.constexpr):
     """Return an element from the caller's x, and its gradient by x."""
     x, y = x.to(tl.float32), y.to(tl.float32)
     if LOGARITHMS:
-        value, dx, _ = divergence_element(x * LOG2_E, y * LOG2_E, beta, KIND)
+        value, dx, _ = divergence_element(x * logarithm_unit(KIND), y * logarithm_unit(KIND), beta, KIND)
         return value, dx
     elif KIND == "kl":
         return y * (tl.log2(tl.maximum(y, eps)) * LN_2 - x), -y

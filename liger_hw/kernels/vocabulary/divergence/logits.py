@@ -21,40 +21,48 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import widen
 from liger_hw.kernels._logits import padded_row_config
-from liger_hw.kernels._math import LN_2, LOG2_E, LOWEST, in_row
-from liger_hw.kernels._scores import online_softmax, row_softmax
-from liger_hw.kernels.vocabulary.divergence import divergence_element, elements
+from liger_hw.kernels._math import LN_2, LOG2_E, LOWEST_FINITE, in_row
+from liger_hw.kernels._scores import below_peak, online_softmax, row_softmax
+from liger_hw.kernels.vocabulary.divergence import divergence_element, elements, logarithm_unit
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
+
+LEAST_NORM = tl.constexpr(1e-8)  # by which torch divides a shorter row
+SMALL = tl.constexpr(2.0**-80)  # multiplies a row whose squares overflow: the product's are finite, none too small
 
 
 @tuned
 def divergence_of_logits_config(cols, itemsize, device):
-    return padded_row_config(cols, device)
+    return padded_row_config(cols, device, per_lane=8)
 
 
 @triton.jit
-def _pair(S, T, at, scale, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
+def _pair(S, T, at, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
           VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
-    """Load columns of both rows in units of ln 2, -inf beyond either's end.
+    """Load columns of both rows, -inf beyond either's end.
 
     Rows are readable up to a multiple of VECTOR.
     """
     if student_cols == teacher_cols and cols % VECTOR == 0:  # nothing to pad
         mask = in_row(at, cols, COLS)
         s, t = tl.load(S + at, mask, other=float("-inf")), tl.load(T + at, mask, other=float("-inf"))
-        return s.to(tl.float32) * scale, t.to(tl.float32) * scale
+        return s.to(tl.float32), t.to(tl.float32)
     s = tl.load(S + at, in_row(at, (student_cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
     t = tl.load(T + at, in_row(at, (teacher_cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
-    s = tl.where(at < student_cols, s * scale, tl.where(at < cols, 0.0, float("-inf")))
-    return s, tl.where(at < teacher_cols, t * scale, tl.where(at < cols, 0.0, float("-inf")))
+    s = tl.where(at < student_cols, s, tl.where(at < cols, 0.0, float("-inf")))
+    return s, tl.where(at < teacher_cols, t, tl.where(at < cols, 0.0, float("-inf")))
 
 
 @triton.jit
-def _log_sum(row_max, sum_exp):
-    """Return log2 of a row's sum from those of its vectors."""
-    row_max, row_sum_exp = row_softmax(row_max, sum_exp)
-    return row_max + tl.log2(row_sum_exp)
+def _hard_loss(S, y, row_max, log_sum_exp, student_cols: tl.constexpr):
+    """Return -log softmax(s)_y, or NaN for a label outside the vocabulary.
+
+    `log_sum_exp` is in units of ln 2.
+    """
+    valid_target = (y >= 0) & (y < student_cols)
+    s_y = tl.load(S + y, valid_target, other=0.0).to(tl.float32)
+    # the difference first: it is exact near the maximum
+    return tl.where(valid_target, (row_max - s_y) + log_sum_exp * LN_2, float("nan"))
 
 
 @triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
@@ -77,37 +85,45 @@ def divergence_of_logits(
             for start in range(0, student_cols, COLS):
                 tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
     else:
-        scale = LOG2_E / temperature
-        s_max = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        unit = logarithm_unit(KIND)
+        scale, power_unit = unit / temperature, LOG2_E / temperature
+        s_max = tl.full((COLS // VECTOR,), LOWEST_FINITE, tl.float32)
         s_sum_exp = tl.zeros((COLS // VECTOR,), tl.float32)
         t_max, hard_max = s_max, s_max
         t_sum_exp, hard_sum_exp = s_sum_exp, s_sum_exp
         for start in range(0, cols, COLS):
             at = start + lane
-            s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
-            s_max, s_sum_exp = online_softmax(s, s_max, s_sum_exp, VECTOR)
-            t_max, t_sum_exp = online_softmax(t, t_max, t_sum_exp, VECTOR)
-            if HARD is not None:
-                cold = tl.where(at < student_cols, s * temperature, float("-inf"))
-                hard_max, hard_sum_exp = online_softmax(cold, hard_max, hard_sum_exp, VECTOR)
-        s_lse, t_lse = _log_sum(s_max, s_sum_exp), _log_sum(t_max, t_sum_exp)
+            s, t = _pair(S, T, at, student_cols, teacher_cols, cols, VECTOR, COLS)
+            if HARD is not None and student_cols == cols:  # whose rows have the same maximum
+                _, hard_sum_exp = online_softmax(s, s_max, hard_sum_exp, VECTOR, LOG2_E)
+            s_max, s_sum_exp = online_softmax(s, s_max, s_sum_exp, VECTOR, power_unit)
+            t_max, t_sum_exp = online_softmax(t, t_max, t_sum_exp, VECTOR, power_unit)
+            if HARD is not None and student_cols < cols:
+                cold = tl.where(at < student_cols, s, float("-inf"))
+                hard_max, hard_sum_exp = online_softmax(cold, hard_max, hard_sum_exp, VECTOR, LOG2_E)
+        s_row_max, s_row_sum_exp = row_softmax(s_max, s_sum_exp, power_unit)
+        t_row_max, t_row_sum_exp = row_softmax(t_max, t_sum_exp, power_unit)
+        s_log_sum, t_log_sum = tl.log2(s_row_sum_exp) * (LN_2 * unit), tl.log2(t_row_sum_exp) * (LN_2 * unit)
         values = tl.zeros((COLS,), tl.float32)
         slopes = tl.zeros((COLS,), tl.float32)
         last = (cols - 1) // COLS * COLS
         slope_sum = tl.full((), -1.0, tl.float32)  # for "kl" it is -sum p, known without a pass
         if KIND != "kl" or not GRADIENT:
             for start in range(0, cols, COLS):
-                s, t = _pair(S, T, last - start + lane, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
-                value, slope, _ = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+                s, t = _pair(S, T, last - start + lane, student_cols, teacher_cols, cols, VECTOR, COLS)
+                log_q = below_peak(s, s_row_max, scale, s_log_sum)
+                log_p = below_peak(t, t_row_max, scale, t_log_sum)
+                value, slope, _ = divergence_element(log_q, log_p, beta, KIND)
                 values += value
                 slopes += slope
             slope_sum = tl.sum(slopes, 0)
-        hard_lse = s_lse
+        hard_row_max, hard_log_sum = s_row_max, s_log_sum
         if HARD is not None:
-            valid_target = (y >= 0) & (y < student_cols)
-            hard_lse = _log_sum(hard_max, hard_sum_exp)
-            z_y = tl.load(S + y, valid_target, other=0.0).to(tl.float32) * LOG2_E
-            hard = tl.where(valid_target, (hard_lse - z_y) * LN_2, float("nan"))
+            if student_cols == cols:
+                hard_max = s_max
+            hard_row_max, hard_row_sum_exp = row_softmax(hard_max, hard_sum_exp, LOG2_E)
+            hard_log_sum = tl.log2(hard_row_sum_exp)
+            hard = _hard_loss(S, y, hard_row_max, hard_log_sum, student_cols)
         if GRADIENT:
             coef_soft = tl.load(FACTORS).to(tl.float32) / temperature
             coef_hard = tl.load(FACTORS + 1).to(tl.float32)
@@ -117,13 +133,15 @@ def divergence_of_logits(
                 at = start + lane
                 if KIND == "kl":
                     at = last - start + lane
-                s, t = _pair(S, T, at, scale, student_cols, teacher_cols, cols, VECTOR, COLS)
-                value, slope, q = divergence_element(s - s_lse, t - t_lse, beta, KIND)
+                s, t = _pair(S, T, at, student_cols, teacher_cols, cols, VECTOR, COLS)
+                log_q = below_peak(s, s_row_max, scale, s_log_sum)
+                log_p = below_peak(t, t_row_max, scale, t_log_sum)
+                value, slope, q = divergence_element(log_q, log_p, beta, KIND)
                 if KIND == "kl":
                     values += value
                 ds = coef_soft * (slope - q * slope_sum)
                 if HARD is not None:
-                    p = tl.exp2(s * temperature - hard_lse)
+                    p = tl.exp2(below_peak(s, hard_row_max, LOG2_E, hard_log_sum))
                     ds += coef_hard * (p - tl.where(at == y, 1.0, 0.0))
                 tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
         soft = tl.sum(values, 0)
@@ -147,6 +165,21 @@ def _values(X, at, cols: tl.constexpr, VECTOR: tl.constexpr, COLS: tl.constexpr)
     return tl.where(at < cols, x, 0.0)
 
 
+@triton.jit
+def _products(S, T, s_scale, t_scale, lane, student_cols: tl.constexpr, teacher_cols: tl.constexpr,
+              cols: tl.constexpr, VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+    """Return the rows' product and squares, after both rows are multiplied by their scales."""
+    products = tl.zeros((COLS,), tl.float32)
+    s_squares, t_squares = products, products
+    for start in range(0, cols, COLS):
+        s = _values(S, start + lane, student_cols, VECTOR, COLS) * s_scale
+        t = _values(T, start + lane, teacher_cols, VECTOR, COLS) * t_scale
+        products += s * t
+        s_squares += s * s
+        t_squares += t * t
+    return tl.sum(products, 0), tl.sum(s_squares, 0), tl.sum(t_squares, 0)
+
+
 @triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
 def cosine_of_logits(
     S, T, LABELS, FACTORS, SOFT, HARD, s_stride, t_stride, ignore_index, GRADIENT: tl.constexpr,
@@ -168,7 +201,7 @@ def cosine_of_logits(
     else:
         products = tl.zeros((COLS,), tl.float32)
         s_squares, t_squares = products, products
-        row_max = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        row_max = tl.full((COLS // VECTOR,), LOWEST_FINITE, tl.float32)
         sum_exp = tl.zeros((COLS // VECTOR,), tl.float32)
         for start in range(0, cols, COLS):
             at = start + lane
@@ -179,32 +212,39 @@ def cosine_of_logits(
             t_squares += t * t
             if HARD is not None:
                 row_max, sum_exp = online_softmax(
-                    tl.where(at < student_cols, s * LOG2_E, float("-inf")), row_max, sum_exp, VECTOR
+                    tl.where(at < student_cols, s, float("-inf")), row_max, sum_exp, VECTOR, LOG2_E
                 )
-        s_square = tl.sum(s_squares, 0)
-        # torch's lower bound of a norm
-        norms = tl.maximum(tl.sqrt(s_square), 1e-8) * tl.maximum(tl.sqrt(tl.sum(t_squares, 0)), 1e-8)
-        cosine = tl.sum(products, 0) / norms
+        product, s_square, t_square = tl.sum(products, 0), tl.sum(s_squares, 0), tl.sum(t_squares, 0)
+        s_scale, t_scale = soft + 1.0, soft + 1.0
+        if (s_square == float("inf")) | (t_square == float("inf")):
+            s_scale = tl.where(s_square == float("inf"), SMALL, 1.0)
+            t_scale = tl.where(t_square == float("inf"), SMALL, 1.0)
+            product, s_square, t_square = _products(
+                S, T, s_scale, t_scale, lane, student_cols, teacher_cols, cols, VECTOR, COLS
+            )
+        s_norm, t_norm = tl.sqrt(s_square), tl.maximum(tl.sqrt(t_square), LEAST_NORM)
+        s_divisor = tl.maximum(s_norm, LEAST_NORM)
+        cosine = product / (s_divisor * t_norm)
         soft = 1.0 - cosine
-        hard_lse = soft
+        hard_row_max, hard_log_sum = soft, soft
         if HARD is not None:
-            valid_target = (y >= 0) & (y < student_cols)
-            hard_lse = _log_sum(row_max, sum_exp)
-            z_y = tl.load(S + y, valid_target, other=0.0).to(tl.float32) * LOG2_E
-            hard = tl.where(valid_target, (hard_lse - z_y) * LN_2, float("nan"))
+            hard_row_max, hard_row_sum_exp = row_softmax(row_max, sum_exp, LOG2_E)
+            hard_log_sum = tl.log2(hard_row_sum_exp)
+            hard = _hard_loss(S, y, hard_row_max, hard_log_sum, student_cols)
         if GRADIENT:
             coef_soft, coef_hard = tl.load(FACTORS).to(tl.float32), tl.load(FACTORS + 1).to(tl.float32)
-            coef_s = tl.where(s_square > 0, coef_soft * cosine / s_square, 0.0)
-            coef_t = coef_soft / norms
+            coef_soft *= s_scale / s_divisor
+            coef_s, coef_t = tl.where(s_norm > 0, cosine / s_norm, 0.0), 1.0 / t_norm
             coef_hard = tl.where(hard == hard, coef_hard, float("nan"))
             tl.debug_barrier()  # every lane has read the label's logit
             last = (student_cols - 1) // COLS * COLS
             for start in range(0, student_cols, COLS):
                 at = last - start + lane
                 s = _values(S, at, student_cols, VECTOR, COLS)
-                ds = coef_s * s - coef_t * _values(T, at, teacher_cols, VECTOR, COLS)
+                t = _values(T, at, teacher_cols, VECTOR, COLS)
+                ds = coef_soft * (coef_s * (s * s_scale) - coef_t * (t * t_scale))
                 if HARD is not None:
-                    p = tl.exp2(s * LOG2_E - hard_lse)
+                    p = tl.exp2(below_peak(s, hard_row_max, LOG2_E, hard_log_sum))
                     ds += coef_hard * (p - tl.where(at == y, 1.0, 0.0))
                 tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
     tl.store(SOFT + row, soft)

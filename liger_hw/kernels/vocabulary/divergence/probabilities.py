@@ -14,8 +14,8 @@ from liger_hw.backends import device_of
 from liger_hw.dispatch import widen
 from liger_hw.kernels import _logits
 from liger_hw.kernels._logits import padded_columns, padded_rows
-from liger_hw.kernels._math import LN_2, LOG2_E, LOWEST, in_row
-from liger_hw.kernels._scores import online_softmax, row_softmax
+from liger_hw.kernels._math import LN_2, LOG2_E, LOWEST_FINITE, in_row
+from liger_hw.kernels._scores import below_peak, online_softmax, row_softmax
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 
@@ -43,8 +43,8 @@ def kl_of_probabilities_config(cols, itemsize, device):
 def _teacher(P, at, LOGARITHMS: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr, POLICY: tl.constexpr):
     """Load columns: probabilities and what their logarithms come from; 0 beyond the row."""
     if LOGARITHMS:
-        log_p = padded_columns(P, at, float("-inf"), cols, COLS, POLICY) * LOG2_E
-        return tl.exp2(log_p), log_p
+        log_p = padded_columns(P, at, float("-inf"), cols, COLS, POLICY)
+        return tl.exp2(log_p * LOG2_E), log_p
     else:
         p = padded_columns(P, at, 0.0, cols, COLS, POLICY)
         return p, p
@@ -68,28 +68,29 @@ def kl_of_probabilities(
             for start in range(0, cols, COLS):
                 tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
     else:
-        scale = LOG2_E / temperature
-        row_max = tl.full((COLS // VECTOR,), LOWEST, tl.float32)
+        power_unit = LOG2_E / temperature
+        row_max = tl.full((COLS // VECTOR,), LOWEST_FINITE, tl.float32)
         sum_exp = tl.zeros((COLS // VECTOR,), tl.float32)
         masses, values = tl.zeros((COLS,), tl.float32), tl.zeros((COLS,), tl.float32)
         for start in range(0, cols, COLS):
             at = start + lane
-            s = padded_columns(S, at, float("-inf"), cols, COLS, "evict_last") * scale
-            row_max, sum_exp = online_softmax(s, row_max, sum_exp, VECTOR)
+            s = padded_columns(S, at, float("-inf"), cols, COLS, "evict_last")
+            row_max, sum_exp = online_softmax(s, row_max, sum_exp, VECTOR, power_unit)
             masses += _teacher(P, at, LOGARITHMS, cols, COLS, "evict_last")[0]
-        row_max, row_sum_exp = row_softmax(row_max, sum_exp)
-        lse = row_max + tl.log2(row_sum_exp)
+        row_max, row_sum_exp = row_softmax(row_max, sum_exp, power_unit)
+        log_sum = tl.log2(row_sum_exp) * LN_2
         mass = tl.sum(masses, 0)
         last = (cols - 1) // COLS * COLS
         for start in range(0, cols, COLS):
             at = last - start + lane
-            log_q = padded_columns(S, at, float("-inf"), cols, COLS, "evict_first") * scale - lse
+            s = padded_columns(S, at, float("-inf"), cols, COLS, "evict_first")
+            log_q = below_peak(s, row_max, 1.0 / temperature, log_sum)
             p, log_p = _teacher(P, at, LOGARITHMS, cols, COLS, "evict_first")
             if not LOGARITHMS:
-                log_p = tl.log2(tl.maximum(p, eps))
-            values += tl.where(p == 0, 0.0, p * ((log_p - log_q) * LN_2))
+                log_p = tl.log2(tl.maximum(p, eps)) * LN_2
+            values += tl.where(p == 0, 0.0, p * (log_p - log_q))
             if GRADIENT:
-                ds = (mass * tl.exp2(log_q) - p) * (tl.load(FACTOR).to(tl.float32) / temperature)
+                ds = (mass * tl.exp2(log_q * LOG2_E) - p) * (tl.load(FACTOR).to(tl.float32) / temperature)
                 tl.store(S + at, tl.where(at < cols, ds, 0.0), in_row(at, padded, COLS))
         soft = tl.sum(values, 0)
     tl.store(SOFT + row, soft)
@@ -115,7 +116,10 @@ def kl_rows(student, teacher, labels, factor, soft, form, ignore_index, gradient
 
 def kl_by_row(logits, teacher, form):
     """Define the divergence of each row."""
-    log_q, p = (widen(logits) / form.temperature).log_softmax(-1), widen(teacher)
+    logits, p = widen(logits), widen(teacher)
+    if form.temperature < 1:  # by which a quotient would overflow, unlike a difference of the row
+        logits = logits - logits.detach().amax(-1, keepdim=True)
+    log_q = (logits / form.temperature).log_softmax(-1)
     if form.logarithms:
         p, log_p = p.exp(), p
     else:
