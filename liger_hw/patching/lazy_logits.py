@@ -41,6 +41,7 @@ from liger_hw.patching.record import (
 )
 
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
+WRITTEN_BESIDE_A_VIEW = f"logits cannot be written in place within the model beside a view of them: {ADVICE}"
 NO_MEMORY = f"the logits were not computed and have no memory: read them by an operation of torch first, or {ADVICE}"
 
 
@@ -149,7 +150,7 @@ class HeadCall:
         return source
 
 
-WORDS = 65536  # about so many sums
+WORDS = 65536  # at most so many words lie between two of the same sum
 
 
 def _fingerprint(tensor):
@@ -187,6 +188,7 @@ def _functions(*names):
 
 
 FACTS = _functions("size", "dim", "numel", "stride", "is_contiguous", "requires_grad_", "register_hook")
+# first of all, because each loss reads them
 READ_AT_EACH_LOSS = {T.shape.__get__, T.dtype.__get__, T.device.__get__, T.numel}
 STEPS = {function: operation for name, operation in OPERATIONS.items() for function in _functions(name)}
 SUMS = _functions("add", "__add__")
@@ -264,19 +266,22 @@ class Cell:
         parent: the Cell of which the last step is a view, or None.
         strides: of a view, by which torch's `flatten` may copy; None for contiguous logits.
         views: the Cells whose parent it is.
+        base: of a view, the Cell at the end of its parents.
+        aliases: of a base, (reference to a Cell, a view of it by a function of torch in the graph, its version then).
         values: the logits as an ordinary tensor without a graph, or None until an operation reads them.
     """
 
     def __init__(self, call, source, record, before=None):
         self.call, self.source, self.record, self.values = call, source, record, None
         self.parent, self.strides, self.views = None, None, weakref.WeakSet()
+        self.base, self.aliases = None, []
         if before is None or not is_view(*record.steps[-1]):
             return
         strides = before.strides or torch.empty(before.shape, device="meta").stride()
         whole = torch.empty_strided(before.shape, strides, device="meta")
         part = apply_steps(whole, record.steps[-1:])
         if _torch.storage_id(part) == _torch.storage_id(whole):  # `reshape` may copy
-            self.parent, self.strides = before, part.stride()
+            self.parent, self.strides, self.base = before, part.stride(), before.base or before
             before.views.add(self)
 
     shape = property(lambda self: self.record.shape)
@@ -316,10 +321,26 @@ class Cell:
         cell.values = values
         return cell
 
+    @property
+    def is_shared(self):
+        """Tell whether other recorded logits share the memory."""
+        return self.parent is not None or bool(self.views)
+
     def before_write(self):
         """Refuse to write to memory that other logits share: their graph would miss it."""
-        if self.parent is not None or self.views:
-            raise RuntimeError(f"logits cannot be written in place within the model beside a view of them: {ADVICE}")
+        if self.is_shared:
+            raise RuntimeError(WRITTEN_BESIDE_A_VIEW)
+
+    def watch(self, result):
+        """Remember a view of shared memory that autograd recorded: it may be written to."""
+        if self.is_shared and type(result) in _torch.PLAIN and result.requires_grad and result._is_view():
+            (self.base or self).aliases.append((weakref.ref(self), result.detach(), result._version))
+
+    def before_read(self):
+        """Refuse values whose graph misses a write through a view of other logits in the same memory."""
+        for cell, alias, version in (self.base or self).aliases:
+            if cell() is not self and alias._version != version:
+                raise RuntimeError(WRITTEN_BESIDE_A_VIEW)
 
 
 class LazyLogits(Deferred):
@@ -364,7 +385,12 @@ class LazyLogits(Deferred):
             args[0].cell.before_write()
         if func in WATCHES:
             _torch.tree_map_only(LazyLogits, lambda tensor: tensor.cell.call.keep(func in KEEPS), (args, kwargs))
-        return super().__torch_function__(func, types, args, kwargs)
+        if func is not T.detach and torch.is_grad_enabled():
+            _torch.tree_map_only(LazyLogits, lambda tensor: tensor.cell.before_read(), (args, kwargs))
+        result = super().__torch_function__(func, types, args, kwargs)
+        if args and isinstance(args[0], LazyLogits):
+            args[0].cell.watch(result)
+        return result
 
 
 ZERO3_HOOKS = "deepspeed.runtime.zero.parameter_offload"  # their module

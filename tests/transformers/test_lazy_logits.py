@@ -452,6 +452,53 @@ def test_within_the_model_a_write_beside_a_recorded_view_is_an_error():
     assert torch.equal(*half) and torch.equal(halves.lazy.clone(), halves.real)
 
 
+VIEWS_BY_TORCH = (
+    lambda x: x.select(-1, 3), lambda x: x.narrow(-1, 0, 3), lambda x: x.transpose(0, 1),
+    lambda x: x.diagonal(dim1=-2, dim2=-1), lambda x: x.unsqueeze(0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS_BY_TORCH)
+@pytest.mark.parametrize("recorded", [lambda x: x[:, 1:], lambda x: x.view(-1, 12), lambda x: x.view(-1, 12)[2:]])
+@pytest.mark.parametrize(
+    "through, read", [(through, read) for through in ("logits", "slice") for read in ("logits", "slice", "both")]
+)
+@pytest.mark.parametrize(
+    "loss_of", [lambda x: x.square().sum(), lambda x: x.logsumexp(-1).sum(), lambda x: (x / 2.0).exp().mean()]
+)
+def test_within_the_model_a_write_through_a_view_of_a_view(view, recorded, through, read, loss_of):
+    """The values are right; a graph that misses the write is refused, as its gradients would be wrong."""
+    pair, losses = Pair(recording=True), []
+    for x in pair.both():
+        tensors = {"logits": x, "slice": recorded(x)}
+        view(tensors[through]).mul_(3.0)
+        try:
+            losses.append(sum(loss_of(tensors[name]) for name in tensors if read in (name, "both")))
+        except RuntimeError as error:
+            assert x is pair.lazy and read != through and "skip_logits=False" in str(error)
+            with torch.no_grad():
+                lazy = [tensor.clone() for tensor in tensors.values()]
+            view({"logits": pair.real, "slice": recorded(pair.real)}[through]).mul_(3.0)
+            assert torch.equal(lazy[0], pair.real) and torch.equal(lazy[1], recorded(pair.real))
+            return
+    torch.testing.assert_close(*losses)
+    losses[0].backward(), losses[1].backward()
+    pair.assert_same_gradients()
+
+
+def test_views_by_torch_do_not_keep_the_logits():
+    lazy = Pair(recording=True).lazy
+    rows = lazy[:, 1:]
+    lazy.select(-1, 3).sum().backward()
+    cell = weakref.ref(lazy.cell)
+    gc.disable()
+    try:
+        del lazy, rows
+        assert cell() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
     "loss_of", [lambda x: x[:, :-1].contiguous(), lambda x: x[:, 1:] / 2, lambda x: x.view(2, 5, 12)[:, 1:].float()]
