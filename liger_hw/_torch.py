@@ -377,12 +377,6 @@ def compiles_backward() -> bool:
     return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
 
 
-@constant_result
-def is_in_place(function) -> bool:
-    """Tell whether a function of torch writes to its first argument."""
-    return function.__name__.endswith("_") and not function.__name__.endswith("__")
-
-
 def after_backward(function) -> None:
     """Call `function` at the end of the backward that runs now."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -8,7 +8,7 @@ The object stays within the forward: outputs hold an `UnreadableLogits` in its p
 import torch
 import torch.nn.functional as F
 
-from liger_hw._torch import is_in_place, tree_map_only
+from liger_hw._torch import tree_map_only
 from liger_hw.kernels.vocabulary.sharded_head import all_columns
 from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsumexp
 from liger_hw.patching.lazy_logits import ADVICE
@@ -35,17 +35,20 @@ class TracedLogits:
     Attributes:
         group: the `DimensionShard` of the head's vocabulary, or None.
         parent: the logits of which these are a view, or None.
-        values: the logits as a tensor, once the model wrote to them, or None.
+        views: those whose parent these are.
+        values: the logits as a tensor, once an operation read them or others in their memory, or None.
         records: whether autograd recorded the head.
     """
 
     group = None
 
     def __init__(self, head, record, before=None):
-        self.head, self.record, self.values = head, record, None
+        self.head, self.record, self.values, self.views = head, record, None, []
         self.by_products = {} if before is None else before.by_products
         self.records = torch.is_grad_enabled() if before is None else before.records
         self.parent = before if before is not None and is_view(*record.steps[-1]) else None
+        if self.parent is not None:
+            self.parent.views.append(self)
 
     @classmethod
     def after(cls, head, hidden):
@@ -54,11 +57,8 @@ class TracedLogits:
 
     @property
     def fits(self):
-        """Tell whether the ops support the steps, and the model did not write there."""
-        return not self.is_written() and scale_and_softcap(self.record.steps) is not None
-
-    def is_written(self):
-        return self.values is not None or self.parent is not None and self.parent.is_written()
+        """Tell whether the logits are not computed and the ops support their steps."""
+        return self.values is None and scale_and_softcap(self.record.steps) is not None
 
     def _steps(self):
         return [step for step in self.record.steps if step[0] not in ("rows", "view")]  # already applied to hidden
@@ -67,24 +67,24 @@ class TracedLogits:
         return self.record.hidden, self.head.weight, self.head.bias
 
     def computed(self):
-        if self.is_written():
-            return self.to_write()
-        return apply_steps(all_columns(F.linear(*self._tensors()), self.group), self._steps())
-
-    def for_outputs(self):
-        return self.computed() if self.is_written() else UnreadableLogits()
-
-    def to_write(self):
-        """Return the values, to which the model is about to write, and keep them."""
+        """Return the values, and keep them: the model may write to them, or to a view of them."""
         if self.values is None and self.parent is not None:
-            self.values = apply_steps(self.parent.to_write(), self.record.steps[-1:])
+            self.parent.computed()
         elif self.values is None:
-            with torch.set_grad_enabled(self.records):  # as in the forward; the model may write within no_grad
-                self.values = self.computed()
+            with torch.set_grad_enabled(self.records):  # as in the forward; the model may read within no_grad
+                self._keep(apply_steps(all_columns(F.linear(*self._tensors()), self.group), self._steps()))
         return self.values
 
+    def _keep(self, values):
+        self.values = values
+        for view in self.views:  # now: `reshape` may copy, and the copy has no later write
+            view._keep(apply_steps(values, view.record.steps[-1:]))
+
+    def for_outputs(self):
+        return UnreadableLogits() if self.values is None else self.values
+
     def __setitem__(self, index, value):
-        self.to_write()[index] = value
+        self.computed()[index] = value
 
     def fuse(self, fused, ordinary, casts=True):
         """Call `fused` of `fused_functions` for steps that the ops support."""
@@ -114,15 +114,13 @@ class TracedLogits:
             raise AttributeError(name)
         if name in ("register_hook", "retain_grad", "grad_fn"):
             raise RuntimeError(_NO_GRADIENT)
-        return getattr(self.to_write() if name.endswith("_") or name in ("data", "detach") else self.computed(), name)
+        return getattr(self.computed(), name)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if args and isinstance(args[0], TracedLogits):
             logits, *others = args
-            if kwargs.get("inplace") or is_in_place(func):
-                return func(logits.to_write(), *others, **kwargs)
             if func in (torch.tanh, torch.logsumexp):
                 return getattr(logits, func.__name__)(*others, **kwargs)
             loss = call_fused(cross_entropy, logits, others, kwargs) if func is F.cross_entropy else None
@@ -138,7 +136,7 @@ def _method(name, operation):
     """Return the method of `TracedLogits` for an operation of `OPERATIONS`."""
 
     def method(self, *args, **kwargs):
-        record = None if self.is_written() else next_record(self.record, operation, args, kwargs)
+        record = None if self.values is not None else next_record(self.record, operation, args, kwargs)
         if record is None:
             return getattr(self.computed(), name)(*args, **kwargs)
         return self if record is self.record else type(self)(self.head, record, self)
@@ -192,7 +190,7 @@ for _name in (
 
 def _write_by(name):
     def method(self, other):
-        getattr(self.to_write(), name)(other)
+        getattr(self.computed(), name)(other)
         return self
 
     return method

@@ -118,6 +118,24 @@ def _written_twice_contiguous(x):
     x[:, 1:] = rows
 
 
+def _written_through_a_view_that_was_read(x):
+    column = x.select(-1, 3)
+    column.mul_(0.5)
+
+
+def _written_through_a_view_of_a_slice(x):
+    rows = x[:, 1:]
+    rows.transpose(0, 1).mul_(0.5)
+    x[:, :-1] = rows + 1
+
+
+def _written_after_a_copy(x):
+    rows = x[:, 1:].reshape(-1, 12)
+    x.sum()  # computes the logits
+    x.mul_(0.5)
+    x[:, 1:] = rows.view(2, 4, 12)
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -127,7 +145,8 @@ def _written_twice_contiguous(x):
         lambda x: torch.nn.functional.relu(x, inplace=True), lambda x: (x * 2.0).zero_(),
         lambda x: operator.imul(x, 0.5), lambda x: operator.isub(x[:, 1:], 2.0),
         torch.no_grad()(lambda x: x.mul_(0.5)), lambda x: x.data.mul_(0.5), lambda x: x[:, 1:].detach().zero_(),
-        _written_twice_contiguous,
+        _written_twice_contiguous, _written_through_a_view_that_was_read, _written_through_a_view_of_a_slice,
+        _written_after_a_copy, lambda x: x.narrow(-1, 0, 3).zero_(), lambda x: x.unbind(0)[0].detach().zero_(),
     ],
 )  # fmt: skip
 def test_writes_to_traced_logits(write):
