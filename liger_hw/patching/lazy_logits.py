@@ -337,7 +337,7 @@ class Cell:
             (self.base or self).aliases.append((weakref.ref(self), result.detach(), result._version))
 
     def before_read(self):
-        """Refuse values whose graph misses a write through a view of other logits in the same memory."""
+        """Refuse values whose graph misses a write through another view of their memory."""
         for cell, alias, version in (self.base or self).aliases:
             if cell() is not self and alias._version != version:
                 raise RuntimeError(WRITTEN_BESIDE_A_VIEW)

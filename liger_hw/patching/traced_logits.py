@@ -67,7 +67,7 @@ class TracedLogits:
         return self.record.hidden, self.head.weight, self.head.bias
 
     def computed(self):
-        """Return the values, and keep them: the model may write to them, or to a view of them."""
+        """Return the values and keep them, as the model may write to them."""
         if self.values is None and self.parent is not None:
             self.parent.computed()
         elif self.values is None:
