@@ -21,13 +21,14 @@ def is_intercepted(module):
     return not all(is_zero3_hook(hook) for hook in _torch.forward_hooks(module))
 
 
-def _read_first(module):
-    module.forward  # noqa: B018, torch.compile guards what code reads, not names in the `__dict__` of a module
-    return _ask(module)
+def _is_intercepted_with_guard(module):
+    module.forward  # noqa: B018, torch.compile guards attributes that code reads, not names in a module's `__dict__`
+    return _is_intercepted_alone(module)
 
 
-_ask = types.FunctionType(is_intercepted.__code__, globals(), "_ask")
-_torch.traced_as(is_intercepted, _read_first)
+# the same code by another name: the compiler replaces calls of `is_intercepted` itself
+_is_intercepted_alone = types.FunctionType(is_intercepted.__code__, globals(), "_is_intercepted_alone")
+_torch.traced_as(is_intercepted, _is_intercepted_with_guard)
 
 
 def original_class(module):

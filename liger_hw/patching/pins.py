@@ -352,7 +352,7 @@ def guard(pins, attributes, shadowed, bypassed, classes=(), inputs=()):
     for child, names in shadowed.items():
         holder = "module" if child is None else f"module._modules[{child!r}]"
         hiding += [f"{name!r} not in {holder}.__dict__" for name in sorted(names)]
-        reads += [f"(getattr({holder}, {name!r}), True)[1]" for name in sorted(names)]  # a child's may be '1'
+        reads += [f"(getattr({holder}, {name!r}), True)[1]" for name in sorted(names)]  # a child's name may be a number
     parameters, conditions = "module", [*conditions, *hiding]
     if inputs:
         values |= {"cover": cover, "by_name": {*inputs[1:]}}

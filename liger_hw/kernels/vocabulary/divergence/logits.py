@@ -10,7 +10,8 @@ The cosine distance takes the logits as they are, as temperature cancels:
 
 Traffic of a student's row and a teacher's, of V columns: a kernel reads both three times, for the sums of powers, the
 divergence and the gradient. The second pass runs backwards and the third forwards, so that each finds in L2 the last
-columns of the one before. The student's row is written once. The cosine needs no middle pass.
+columns of the one before. The student's row is written once. The cosine needs no middle pass, unless the squares of a
+row overflow: then it reads both once more.
 """
 
 import math
@@ -28,11 +29,12 @@ from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 
 LEAST_NORM = tl.constexpr(1e-8)  # by which torch divides a shorter row
-SMALL = tl.constexpr(2.0**-80)  # multiplies a row whose squares overflow: the product's are finite, none too small
+SMALL = tl.constexpr(2.0**-80)  # multiplies a row whose squares overflow, so that their sum is finite and far from 0
 
 
 @tuned
 def divergence_of_logits_config(cols, itemsize, device):
+    # with 16 a core holds two programs: jsd of 4,096 x 128,256 bf16 took 3.44 ms for 2.93 (H100, Triton 3.6)
     return padded_row_config(cols, device, per_lane=8)
 
 
