@@ -333,13 +333,13 @@ class Cell:
 
     def watch(self, result):
         """Remember a view of shared memory that autograd recorded: it may be written to."""
-        if self.is_shared and type(result) in _torch.PLAIN and result.requires_grad and result._is_view():
-            (self.base or self).aliases.append((weakref.ref(self), result.detach(), result._version))
+        if self.is_shared and type(result) in _torch.PLAIN and result.requires_grad and _torch.is_view(result):
+            (self.base or self).aliases.append((weakref.ref(self), result.detach(), _torch.tensor_version(result)))
 
     def before_read(self):
         """Refuse values whose graph misses a write through another view of their memory."""
         for cell, alias, version in (self.base or self).aliases:
-            if cell() is not self and alias._version != version:
+            if cell() is not self and _torch.tensor_version(alias) != version:
                 raise RuntimeError(WRITTEN_BESIDE_A_VIEW)
 
 

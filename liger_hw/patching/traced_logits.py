@@ -72,13 +72,13 @@ class TracedLogits:
             self.parent.computed()
         elif self.values is None:
             with torch.set_grad_enabled(self.records):  # as in the forward; the model may read within no_grad
-                self._keep(apply_steps(all_columns(F.linear(*self._tensors()), self.group), self._steps()))
+                self.keep(apply_steps(all_columns(F.linear(*self._tensors()), self.group), self._steps()))
         return self.values
 
-    def _keep(self, values):
+    def keep(self, values):
         self.values = values
         for view in self.views:  # now: `reshape` may copy, and the copy has no later write
-            view._keep(apply_steps(values, view.record.steps[-1:]))
+            view.keep(apply_steps(values, view.record.steps[-1:]))
 
     def for_outputs(self):
         return UnreadableLogits() if self.values is None else self.values
