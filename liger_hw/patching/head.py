@@ -19,8 +19,9 @@ import torch
 from liger_hw import _torch
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.patching.column_parallel import column_parallel_logits
+from liger_hw.patching.head_call import recording_and_hooks
 from liger_hw.patching.hooks import only_gathers
-from liger_hw.patching.lazy_logits import lazy_logits, recording_and_hooks
+from liger_hw.patching.lazy_logits import lazy_logits
 from liger_hw.patching.lora import HELPERS, layer_pins, variant
 from liger_hw.patching.match import Match
 from liger_hw.patching.swapping import ARMED, patched_class, swap

@@ -21,7 +21,8 @@ from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
 from liger_hw.patching.head import armed, match_heads, patched_heads
-from liger_hw.patching.lazy_logits import Forward, LazyLogits
+from liger_hw.patching.head_call import Forward
+from liger_hw.patching.lazy_logits import LazyLogits
 from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, attributes_in, attributes_read, read, read_function

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from liger_hw._torch import tree_map_only
 from liger_hw.kernels.vocabulary.sharded_head import all_columns
 from liger_hw.patching.fused_functions import call_fused, cross_entropy, logsumexp
-from liger_hw.patching.lazy_logits import ADVICE
+from liger_hw.patching.head_call import ADVICE
 from liger_hw.patching.record import (
     OPERATIONS,
     Record,

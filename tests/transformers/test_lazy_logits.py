@@ -24,7 +24,8 @@ from torch.utils.dlpack import from_dlpack
 
 import liger_hw
 from liger_hw._torch import FORBID_MEMORY
-from liger_hw.patching.lazy_logits import Forward, HeadFunction, LazyLogits, lazy_logits
+from liger_hw.patching.head_call import Forward
+from liger_hw.patching.lazy_logits import HeadFunction, LazyLogits, lazy_logits
 from liger_hw.patching.record import scale_and_softcap
 
 pytestmark = pytest.mark.usefixtures("recognised_once")

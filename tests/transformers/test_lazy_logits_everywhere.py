@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from liger_hw.patching.lazy_logits import Forward, lazy_logits
+from liger_hw.patching.head_call import Forward
+from liger_hw.patching.lazy_logits import lazy_logits
 
 pytest.importorskip("expecttest")  # torch's list of operations needs it
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402

@@ -14,7 +14,7 @@ from ranks import device
 import liger_hw
 from liger_hw.patching import swapping
 from liger_hw.patching.head import armed
-from liger_hw.patching.lazy_logits import Forward
+from liger_hw.patching.head_call import Forward
 from liger_hw.patching.patch import _log_once
 
 transformers = tiny.transformers
