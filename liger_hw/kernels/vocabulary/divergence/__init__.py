@@ -47,6 +47,13 @@ class Divergence(NamedTuple):
     ignore_index: int = -100
 
 
+def log_probabilities(logits, temperature):
+    """Compute the log-softmax of logits / temperature, with a gradient."""
+    if temperature < 1:  # by which a quotient would overflow, unlike a difference of the row
+        logits = logits - logits.detach().amax(-1, keepdim=True)
+    return (logits / temperature).log_softmax(-1)
+
+
 def elements(log_q, log_p, kind, beta):
     """Return the divergence by element, "tvd" too, of log-probabilities; 0 log 0 is 0."""
     q, p = log_q.exp(), log_p.exp()

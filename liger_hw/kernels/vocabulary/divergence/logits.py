@@ -24,7 +24,7 @@ from liger_hw.dispatch import widen
 from liger_hw.kernels._logits import padded_row_config
 from liger_hw.kernels._math import LN_2, LOG2_E, LOWEST_FINITE, in_row
 from liger_hw.kernels._scores import below_peak, online_softmax, row_softmax
-from liger_hw.kernels.vocabulary.divergence import divergence_element, elements, logarithm_unit
+from liger_hw.kernels.vocabulary.divergence import divergence_element, elements, log_probabilities, logarithm_unit
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 
@@ -283,9 +283,7 @@ def soft_rows(student, teacher, kind, beta, temperature):
         largest = (z.detach().abs().amax(-1, keepdim=True) for z in (student, teacher))
         student, teacher = (z / torch.where(a > 1e15, a, 1) for z, a in zip((student, teacher), largest))
         return 1 - torch.nn.functional.cosine_similarity(student, teacher, dim=-1)
-    if temperature < 1:  # by which a quotient would overflow, unlike a difference of the row
-        student, teacher = (z - z.detach().amax(-1, keepdim=True) for z in (student, teacher))
-    return elements(*((z / temperature).log_softmax(-1) for z in (student, teacher)), kind, beta).sum(-1)
+    return elements(*(log_probabilities(z, temperature) for z in (student, teacher)), kind, beta).sum(-1)
 
 
 def largest_soft_gradient(student, teacher, keep, kind, temperature):

@@ -16,6 +16,7 @@ from liger_hw.kernels import _logits
 from liger_hw.kernels._logits import padded_columns, padded_rows
 from liger_hw.kernels._math import LN_2, LOG2_E, LOWEST_FINITE, in_row
 from liger_hw.kernels._scores import below_peak, online_softmax, row_softmax
+from liger_hw.kernels.vocabulary.divergence import log_probabilities
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 
@@ -117,9 +118,7 @@ def kl_rows(student, teacher, labels, factor, soft, form, ignore_index, gradient
 def kl_by_row(logits, teacher, form):
     """Define the divergence of each row."""
     logits, p = widen(logits), widen(teacher)
-    if form.temperature < 1:  # by which a quotient would overflow, unlike a difference of the row
-        logits = logits - logits.detach().amax(-1, keepdim=True)
-    log_q = (logits / form.temperature).log_softmax(-1)
+    log_q = log_probabilities(logits, form.temperature)
     if form.logarithms:
         p, log_p = p.exp(), p
     else:
