@@ -57,6 +57,10 @@ def traced_as(function, traced):
     return function
 
 
+# run a function outside of the graphs that torch.compile makes; it imports the compiler at a call, not now
+outside_graphs = torch._disable_dynamo
+
+
 def guarded_result(function, condition):
     """Let torch.compile take a result as constant while that of `condition` stays."""
     guards = {}  # result of the condition -> guard; one object is one check of code that asks for it several times

@@ -126,8 +126,12 @@ class Deferred(torch.Tensor):
 
 
 def _with_memory(tensor):
-    """Return the values, in shared memory, with the tensor's `requires_grad`."""
-    return tensor.computed().cell.values.detach().requires_grad_(tensor.requires_grad)
+    """Return the values, in shared memory, with the tensor's `requires_grad`.
+
+    A tensor in memory runs no operation here, so a mode, such as a compiler's, sees none.
+    """
+    with _torch.without_modes():
+        return tensor.computed().cell.values.detach().requires_grad_(tensor.requires_grad)
 
 
 class Cell:
@@ -238,10 +242,15 @@ class LazyLogits(Deferred):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if torch.compiler.is_dynamo_compiling():  # a program's loss: its graph would lack the gradient
+            return _call_outside_graphs(cls, func, types, args, kwargs)
         if func in READ_AT_EACH_LOSS:
             with _torch.without_torch_function():
                 return func(*args)
         kwargs = kwargs or {}
+        if len(types) > 1 and any(map(_is_foreign, types)):  # a program's class, which then decides
+            args, kwargs = _torch.tree_map_only(Deferred, lambda x: x.as_subclass(torch.Tensor), (args, kwargs))
+            return func(*args, **kwargs)
         if func in SUMS and len(args) == 2 and not isinstance(args[0], LazyLogits):
             args = args[::-1]
         if args and isinstance(args[0], LazyLogits) and args[0].cell.is_recorded:
@@ -266,6 +275,15 @@ class LazyLogits(Deferred):
         return result
 
 
+def _is_foreign(cls):
+    return cls not in _torch.PLAIN and not issubclass(cls, Deferred)
+
+
+@_torch.outside_graphs
+def _call_outside_graphs(cls, func, types, args, kwargs):
+    return cls.__torch_function__(func, types, args, kwargs)
+
+
 ZERO3_HOOKS = "deepspeed.runtime.zero.parameter_offload"  # their module
 KEEPS = {T.retain_grad, torch.autograd.grad}  # return the gradient of logits
 WATCHES = {T.register_hook, T.grad_fn.__get__, *KEEPS}  # may read it
@@ -273,11 +291,17 @@ WATCHES = {T.register_hook, T.grad_fn.__get__, *KEEPS}  # may read it
 
 def _derived(func, logits, args, kwargs):
     """Return `func(logits, ...)` without computing the logits, or None."""
-    if func in FUSED:
-        return call_fused(FUSED[func], logits, args, kwargs)
     cell = logits.cell
+    if func in FUSED:  # what traces a program's loss shall see the logits
+        traces = not cell.call.forward.recording and (_torch.dispatch_modes() or torch.jit.is_tracing())
+        return None if traces or _torch.transforms_active() else call_fused(FUSED[func], logits, args, kwargs)
     # accelerate casts a model's outputs
-    if func not in STEPS or not cell.call.forward.recording and func not in (T.to, T.float):
+    if (
+        func not in STEPS
+        or _torch.transforms_active()
+        or not cell.call.forward.recording
+        and func not in (T.to, T.float)
+    ):
         return None
     record = next_record(cell.record, STEPS[func], args, kwargs)
     if record is None:

@@ -660,6 +660,71 @@ def test_torch_cross_entropy_is_fp32_under_autocast():
     torch.testing.assert_close(grads[1].clone(), grads[0], rtol=1e-2, atol=1e-5)
 
 
+LOSSES = {
+    "logsumexp": lambda x: x.logsumexp(-1).square().mean(),
+    "cross entropy": lambda x: torch.nn.functional.cross_entropy(x.view(-1, 12), torch.arange(10)),
+    "slice": lambda x: torch.nn.functional.cross_entropy(x[:, :-1].reshape(-1, 12), torch.arange(8)),
+    "double": lambda x: x.double().square().mean(),
+    "softmax": lambda x: x.softmax(-1).square().sum(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_loss_of_a_program(backend, loss):
+    torch._dynamo.reset()
+    pair = Pair()
+    found, expected = (torch.compile(loss, backend=backend)(x) for x in pair.both())
+    torch.testing.assert_close(found, expected)
+    found.backward(), expected.backward()
+    pair.assert_same_gradients()
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("trace", ["jit", "fx", "aot"])
+def test_a_traced_loss_of_a_program(trace, loss):
+    def result(x):
+        if trace == "jit":
+            return torch.jit.trace(loss, (x,), check_trace=False)(x)
+        if trace == "fx":
+            return torch.fx.experimental.proxy_tensor.make_fx(loss)(x)(x.detach() * 2)
+        return importlib.import_module("functorch.compile").aot_function(loss, lambda graph, _: graph)(x)
+
+    found, expected = map(result, Pair().both())
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_loss_within_a_transform(loss):
+    pair, factor = Pair(), torch.tensor(2.0)
+    found, expected = (torch.func.grad(lambda f, x=x: loss(x) * f)(factor) for x in pair.both())
+    torch.testing.assert_close(found, expected)
+    found, expected = (torch.func.vmap(lambda f, x=x: loss(x) * f)(torch.arange(3.0)) for x in pair.both())
+    torch.testing.assert_close(found, expected)
+
+
+class TenTimes(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result if result is NotImplemented else 10 * result.as_subclass(torch.Tensor)
+
+
+class Duck:
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func.__name__, [type(arg) for arg in args]
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_classes_of_a_program_beside_them(recording):
+    pair = Pair(recording)
+    for function in (torch.add, lambda x, y: y + x, torch.mul, torch.maximum):
+        found, expected = (function(x, torch.arange(12.0).as_subclass(TenTimes)) for x in pair.both())
+        torch.testing.assert_close(found, expected)
+    assert torch.add(pair.lazy, Duck()) == torch.add(pair.real, Duck()) == ("add", [torch.Tensor, Duck])
+
+
 def test_jit_trace_computes_the_logits():
     plain, patched, inputs = _models()
     ids, labels = inputs["input_ids"], inputs["labels"]
