@@ -4,7 +4,10 @@
 it replaces the whole forward by the op `experts`, which saves less for the backward.
 """
 
+import inspect
 import itertools
+import types
+from dataclasses import dataclass
 
 import torch
 
@@ -15,22 +18,29 @@ from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match
 from liger_hw.patching.pins import AttributePin
-from liger_hw.patching.reading import Pin, read
+from liger_hw.patching.reading import Pin, read, read_function
 
 PROBE_ROWS, PROBE_INTERMEDIATE = 7, 48
 IMPLEMENTATIONS = ("grouped_mm_experts_forward", "batched_mm_experts_forward")  # they call a module's gate
 
 
+@dataclass(frozen=True)
 class ExpertsMatch(Match):
-    """Match of experts; `names["split"]` is a key of `gates.HALVES`, None without a gate."""
+    """Match of experts; `names["split"]` is a key of `gates.HALVES`, None without a gate.
+
+    Attributes:
+        is_interface: the module's forward is transformers', which calls an implementation.
+    """
 
     kind = "experts"
+    is_interface: bool = False
 
     def pins(self, original):
         from transformers.integrations import moe
 
         pins, shadowed = super().pins(original)
         pins = [*pins, Pin(original, "forward", original.forward)]
+        shadowed |= {"_apply_gate"}
         return [*pins, *(Pin(moe, name, getattr(moe, name)) for name in IMPLEMENTATIONS)], shadowed
 
     def members(self, original, unchanged):
@@ -44,7 +54,18 @@ class ExpertsMatch(Match):
     @property
     def is_whole(self):
         """Tell whether `experts` computes the whole forward, not the gated unit alone."""
-        return self.op != "clamped_swiglu" and dict(self.names)["split"] != "interleaved"
+        computes = self.op != "clamped_swiglu" and dict(self.names)["split"] != "interleaved"
+        return self.is_interface and computes
+
+
+def _is_interface(forward):
+    """Tell whether a forward is transformers', which calls one of transformers' implementations."""
+    from transformers.integrations import moe
+
+    if not isinstance(forward, types.FunctionType) or forward.__globals__ is not vars(moe):
+        return False
+    chosen = inspect.getclosurevars(forward).nonlocals.get("experts_interface", moe.ALL_EXPERTS_FUNCTIONS)
+    return chosen is moe.ALL_EXPERTS_FUNCTIONS
 
 
 def _forward_of(original, up_first, activation, unchanged):
@@ -114,10 +135,10 @@ def match_experts(module):
     apply_gate = getattr(type(module), "_apply_gate", None)
     if apply_gate is None or not hasattr(module, "has_gate"):
         return None
+    is_interface = _is_interface(type(module).forward)
     if not module.has_gate:
-        return _match_experts_without_gate(module)
+        return _match_experts_without_gate(module) if is_interface else None
 
-    case = probing.case_of(2 * PROBE_INTERMEDIATE)
     for split, (op, options, attributes, probe_numbers) in itertools.product(gates.HALVES, gates.candidates(module)):
         if op is activate:
             continue
@@ -128,28 +149,67 @@ def match_experts(module):
             probe = probing.copy_of(module, dict(module._parameters), parts, training=training, **values)
             return apply_gate(probe, gate_up)
 
-        def replacement(_, gate_up, split=split, op=op, options=options | probe_numbers):
+        def replacement(_, gate_up, numbers=probe_numbers, split=split, op=op, options=options):
+            options = options | numbers
             return op.reference(*gates.HALVES[split](gate_up), **options)
 
         constants = read(type(module), ("_apply_gate",)).constants
-        if witnesses.Proof(original, replacement, case, shapes=((PROBE_ROWS,), (1,))).holds_for(module, constants):
+        if _prove(original, replacement, 2, module, constants):
+            _check_numbers(module, attributes, original, replacement)
             names = {"split": split} | attributes
-            return ExpertsMatch.of(op, options, names, methods=("_apply_gate",), bypassed=_children(module))
+            return ExpertsMatch.of(
+                op, options, names, methods=("_apply_gate",), bypassed=_children(module), is_interface=is_interface
+            )
     return None
 
 
 def _match_experts_without_gate(module):
-    cases = probing.rows_per_dtype(PROBE_ROWS, PROBE_INTERMEDIATE)
     is_module = isinstance(module.act_fn, torch.nn.Module)
-    act_fn = probing.without_hooks(module.act_fn) if is_module else module.act_fn
+    constants = witnesses.constants_of(module.act_fn) if is_module else set()
+    if isinstance(module.act_fn, types.FunctionType):
+        constants = read_function(module.act_fn).constants
+
+    def original(training, x):
+        return (probing.copy_in_mode(module.act_fn, training) if is_module else module.act_fn)(x)
+
     for name, function in ACTIVATIONS.items():
-        if probing.agree(act_fn, function, cases):
-            pinned = () if is_module else (AttributePin((), ("act_fn",), act_fn, True),)
+
+        def replacement(_, x, function=function):
+            return function(x)
+
+        if _prove(original, replacement, 1, module, constants):
+            pinned = () if is_module else (AttributePin((), ("act_fn",), module.act_fn, True),)
             names = {"split": None}
             return ExpertsMatch.of(
-                activate, {"activation": name}, names, methods=(), pinned=pinned, bypassed=_children(module)
-            )
+                activate, {"activation": name}, names, methods=(), pinned=pinned, bypassed=_children(module),
+                is_interface=True,
+            )  # fmt: skip
     return None
+
+
+def _check_numbers(module, attributes, original, replacement):
+    """Raise `Objection` if the gate uses a number with a role otherwise than the op."""
+    given = {role: vars(module)[name] for role, name in attributes.items()}
+    x = probing.case_of(2 * PROBE_INTERMEDIATE)(torch.float32, (PROBE_ROWS,))[0]
+    for role, number in itertools.product(attributes, (None, 0.2, 5.0)):
+        numbers = given if number is None else given | {role: number}
+        values = {attributes[name]: value for name, value in numbers.items()}
+        expected = probing.run(lambda values=values: original(False, 9 * x, values))
+        if not probing.equal(probing.run(lambda numbers=numbers: replacement(False, 9 * x, numbers)), expected):
+            raise witnesses.Objection(f"uses its {attributes[role]} otherwise than the op")
+
+
+def _prove(original, replacement, parts, module, constants):
+    """Tell whether both compute the same.
+
+    Args:
+        parts: of a row: 2 for gate and up, 1 for a gate alone.
+    """
+    proof = witnesses.Proof(
+        original, replacement, probing.case_of(parts * PROBE_INTERMEDIATE), shapes=((PROBE_ROWS,), (1,)),
+        at_width=lambda width: probing.case_of(parts * width)(torch.float32, (3,)),
+    )  # fmt: skip
+    return proof.holds_for(module, constants)
 
 
 def _children(module):

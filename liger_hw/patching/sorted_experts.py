@@ -6,9 +6,9 @@ from liger_hw._torch import is_plain
 from liger_hw.patching import gates, probing
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match
-from liger_hw.patching.witnesses import Proof
+from liger_hw.patching.witnesses import Proof, check_sizes
 
-PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INTERMEDIATE = 2, 32, 48
+PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INTERMEDIATE = 2, 38, 46
 PROBE_TOKENS = 5 * PROBE_EXPERTS
 
 
@@ -36,6 +36,11 @@ def _compute(x, first, second, unit, options):
     return torch.bmm(unit(gate, up, **options), second).view(-1, second.shape[-1])
 
 
+def _shapes(experts, hidden, intermediate, tokens):
+    """Return the shapes of rows and weights."""
+    return (*tokens, hidden), (experts, hidden, 2 * intermediate), (experts, intermediate, hidden)
+
+
 def match_sorted_experts(module):
     """Return the `SortedExpertsMatch` of a module, or None."""
     parameters = probing.direct_parameters(module)
@@ -48,20 +53,20 @@ def match_sorted_experts(module):
     (first, (experts, hidden, _)), (second, (*_, intermediate, _)) = ((n, p.shape) for n, p in parameters.items())
     small = {experts: PROBE_EXPERTS, hidden: PROBE_HIDDEN, intermediate: PROBE_INTERMEDIATE}
     sizes = {name: small[value] for name, value in vars(module).items() if type(value) is int and value in small}
-    shapes = (
-        (PROBE_TOKENS, PROBE_HIDDEN),
-        (PROBE_EXPERTS, PROBE_HIDDEN, 2 * PROBE_INTERMEDIATE),
-        (PROBE_EXPERTS, PROBE_INTERMEDIATE, PROBE_HIDDEN),
-    )
 
     def case(dtype, tokens):
         random = probing.generator()
-        return [probing.random_rows(random, *shape, dtype=dtype) for shape in ((*tokens, PROBE_HIDDEN), *shapes[1:])]
+        shapes = _shapes(PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INTERMEDIATE, tokens)
+        return [probing.random_rows(random, *shape, dtype=dtype) for shape in shapes]
 
-    def original(training, x, *weights):
+    def original(training, x, *weights, attributes=sizes):
         parts = {name: probing.copy_in_mode(part, training) for name, part in module._modules.items()}
-        probe = probing.copy_of(module, dict(zip(parameters, weights)), parts, training=training, **sizes)
+        probe = probing.copy_of(module, dict(zip(parameters, weights)), parts, training=training, **attributes)
         return type(module).forward(probe, x)
+
+    def without_values(attributes, *sizes):
+        tensors = [torch.empty(shape, device="meta") for shape in _shapes(*sizes, (5 * sizes[0],))]
+        return original(False, *tensors, attributes=attributes)
 
     for op, options in gates.WITHOUT_NUMBERS:
 
@@ -69,6 +74,9 @@ def match_sorted_experts(module):
             return _compute(x, *weights, op.reference, options)
 
         if Proof(original, replacement, case, shapes=((PROBE_TOKENS,), (PROBE_EXPERTS,))).holds_for(module):
+            small, whole = (PROBE_EXPERTS, PROBE_HIDDEN, PROBE_INTERMEDIATE), (experts, hidden, intermediate)
+            places = {n * a: n * b for a, b in zip(small, whole) for n in (1, 2)} | {PROBE_TOKENS: 5 * experts}
+            check_sizes(without_values, [(sizes, *small), ({}, *whole)], places)
             bypassed = tuple((name, original_class(child)) for name, child in module.named_children())
             return SortedExpertsMatch.of(op, options, {"first": first, "second": second}, bypassed=bypassed)
     return None
