@@ -234,13 +234,13 @@ class Members:
     Attributes:
         classes: [(the class's dictionary, the names known in it, the class whose names new ones may hide or None)].
         new: (dictionary, name, what it hides) of new names that code reads.
-        count: how many names there were when `new` was found, if it is empty; else None, so that every call compares.
+        count: how many names there were when none was new; else None, so that every call compares.
     """
 
     def __init__(self, classes):
         modules = dict.fromkeys(base for cls in classes for base in cls.__mro__ if base is not object)
         self.classes = [*TENSORS, *((vars(cls), frozenset(vars(cls)), None) for cls in modules)]
-        self.new, self.sizes = [], None
+        self.new, self.state = [], None
         self.count = sum(len(known) for _, known, _ in self.classes) + len(KERNELS)
         self.patched = [{}, None]  # the dictionary of the patched class, the class
 
@@ -257,19 +257,25 @@ class Members:
         """
         if any(map(_changes_operations, _torch.program_kernels - KERNELS)):
             return False
-        count = sum(len(members) for members, _, _ in self.classes) + len(_torch.program_kernels)
-        sizes = count, len(reading.attributes_read)
-        if sizes == self.sizes and self._are_put_back():
+        added = [
+            [*itertools.islice(reversed(members), max(0, len(members) - len(known)))]
+            for members, known, _ in self.classes
+        ]
+        state = added, len(_torch.program_kernels), len(reading.attributes_read)
+        if state == self.state and self._are_put_back():
             return True
         self.new = [
             (members, name, getattr(base, name, None))
             for members, known, base in self.classes
-            for name in members.keys() - known - {"__slotnames__"}  # which a copy leaves
+            for name in members.keys() - known - LEFT_BY_COPIES
             if (hasattr(base, name) and name.startswith("__") if base else name in HIDES_ALL)
             or name in reading.attributes_read
             and (base is None or hasattr(base, name))
         ]
-        self.sizes, self.count = sizes, None if self.new else sizes[0]
+        # other names may take the place of these, whose number stays
+        is_known = not self.new and {name for names in added for name in names} <= LEFT_BY_COPIES
+        count = sum(len(members) for members, _, _ in self.classes) + len(_torch.program_kernels)
+        self.state, self.count = state, count if is_known else None
         return self._are_put_back()
 
     def _are_put_back(self):
@@ -282,6 +288,7 @@ TENSORS = [
 ]
 KERNELS = frozenset(_torch.program_kernels)
 HIDES_ALL = {"__getattr__", "__getattribute__"}
+LEFT_BY_COPIES = {"__slotnames__"}  # in a class
 
 
 @_torch.constant_result
