@@ -35,6 +35,7 @@ from liger_hw.patching.swapping import (
 logger = logging.getLogger("liger_hw")
 
 REPLACED_FORWARD = "its forward was replaced on the instance"
+WRITTEN_CLASS = "torch.fx writes its code into its class, which no other module has"
 CHANGED_SINCE = "patched before, and a parametrization, FSDP or another library changed its class since"
 
 
@@ -82,6 +83,21 @@ def patch(model, activations=None, **flags):
     summary = Summary(activations=None if activations is None else plan_activations(model, activations))
     unpatch(model)
     memory = Memory()
+    try:
+        _swap_matches(model, flags, memory, summary)
+    except BaseException:  # of a model's code, such as a property
+        unpatch(model)
+        raise
+    for part in filter(lambda part: not reason_against(type(part)), loss.models_refusing_skip_logits(model)):
+        swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch(lora=bool(flags["lora"]))))
+    if loss.has_foreign_head(model):
+        summary.left[original_class(model).__name__, loss.NO_HUGGING_FACE_MODEL] += 1
+    _log(original_class(model).__name__, summary)
+    return summary
+
+
+def _swap_matches(model, flags, memory, summary):
+    """Patch the modules of a model, and count them in `summary`."""
     bypassed = set()  # activations in a replaced MLP, which no longer calls them
     for module in list(model.modules()):
         if module in bypassed:
@@ -96,12 +112,6 @@ def patch(model, activations=None, **flags):
             swap(part, memory.patched_class(type(part), match))
             if match.kind == "mlp":
                 bypassed.update(child for child in part.children() if not is_projection(child))
-    for part in filter(lambda part: not reason_against(type(part)), loss.models_refusing_skip_logits(model)):
-        swap(part, memory.patched_class(type(part), loss.SkipLogitsMatch(lora=bool(flags["lora"]))))
-    if loss.has_foreign_head(model):
-        summary.left[original_class(model).__name__, loss.NO_HUGGING_FACE_MODEL] += 1
-    _log(original_class(model).__name__, summary)
-    return summary
 
 
 def _log(name, summary):
@@ -166,11 +176,16 @@ def _matches_of(module, flags, memory):
             return [], "has parameters without a shape: call the model once, then patch it"
     if type(module).__module__.startswith("liger_hw."):
         return [], None
+    if isinstance(module, torch.fx.GraphModule):
+        return [], WRITTEN_CLASS
     if "forward" in vars(module):
-        return [], REPLACED_FORWARD if loss.has_a_head(module) or reason_for_leaving(module) else None
+        return [], REPLACED_FORWARD if loss.has_a_head(module) or reason_for_leaving(module, memory) else None
     if loss.has_a_head(module):
         return loss.match_loss(module, **{name: flags[name] for name in ("lora", *LOSSES)})
-    match, reason = recognise(module, memory)
+    try:
+        match, reason = recognise(module, memory)
+    except Exception as error:  # of the module's own code, such as a property
+        match, reason = None, f"raises {type(error).__name__}: {error}"
     if match is None:
         return [], reason
     if not flags.get(flag_of(match), True):
