@@ -4,7 +4,7 @@ import torch
 
 from liger_hw.kernels.mlp.glu import activate
 from liger_hw.patching import probing
-from liger_hw.patching.match import Match
+from liger_hw.patching.match import Match, in_memory_order
 from liger_hw.patching.witnesses import Proof
 
 WRITTEN_OUT = ("gelu_new", "quick_gelu", "relu_squared")  # torch has the others as one operation
@@ -23,7 +23,7 @@ class ActivationMatch(Match):
         def forward(self, *args, **kwargs):
             if not unchanged(self, args, kwargs) or args[0].ndim == 0 or widens_under_autocast(args[0]):
                 return original.forward(self, *args, **kwargs)
-            return activate(args[0], activation)
+            return in_memory_order(activate, args[0], activation)
 
         return {"forward": forward}
 
@@ -42,11 +42,15 @@ def match_activation(module):
     def original(training, x):
         return type(module).forward(probing.copy_of(module, {}, {}, training=training), x)
 
+    def at_width(width):
+        return probing.case_of(width)(torch.float32, (2, 3))
+
     for activation in WRITTEN_OUT:
 
         def replacement(_, x, activation=activation):
             return activate.reference(x, activation)
 
-        if Proof(original, replacement, probing.case_of(PROBE_WIDTH)).holds_for(module):
+        proof = Proof(original, replacement, probing.case_of(PROBE_WIDTH), at_width=at_width)
+        if proof.holds_for(module):
             return ActivationMatch.of(activate, {"activation": activation}, {})
     return None

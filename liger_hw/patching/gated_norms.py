@@ -4,13 +4,15 @@ One kernel replaces ten operations of the models' code. In 16-bit dtypes it move
 code 62.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 
 from liger_hw.kernels.norms.gated_rms_norm import GATE_ACTIVATIONS, GATED_CASTING_MODES, gated_rms_norm
 from liger_hw.patching import probing
 from liger_hw.patching.match import Match
-from liger_hw.patching.norms import PROBE_EPS, PROBE_WIDTH
+from liger_hw.patching.norms import PROBE_EPS, PROBE_WIDTH, check_eps
+from liger_hw.patching.reading import read
 from liger_hw.patching.witnesses import Proof
 
 OPTIONS = {  # option of the op -> its values, the default first
@@ -39,7 +41,8 @@ class GatedNormMatch(Match):
             if not unchanged(self, args, kwargs):
                 return original.forward(self, *args, **kwargs)
             x, gate, weight = args[0], args[1] if len(args) == 2 else kwargs.get("gate"), getattr(self, weight_name)
-            if gate is None or gate.shape != x.shape or not x.dtype == gate.dtype == weight.dtype:
+            fits = gate is not None and gate.shape == x.shape and x.shape[-1:] == weight.shape
+            if not fits or not x.dtype == gate.dtype == weight.dtype:
                 return original.forward(self, *args, **kwargs)
             group = getattr(self, group_name) if group_name else None
             return gated_rms_norm(x, gate, weight, getattr(self, eps_name), group_size=group, **options)
@@ -56,22 +59,23 @@ def match_gated_norm(module):
         return None
     ((weight_name, weight),) = parameters.items()
     width = weight.numel() or PROBE_WIDTH
-    group = getattr(module, "group_size", width)
+    group_name = "group_size" if "group_size" in read(type(module)).names and hasattr(module, "group_size") else None
+    group = getattr(module, group_name) if group_name else width
     if weight.ndim != 1 or type(group) is not int or group <= 0 or width % group:
         return None
 
     case = probing.case_of(width, rows=2, weights=1)
     for form, eps_name in itertools.product(FORMS, probing.float_attributes(module)):
 
-        def original(training, x, gate, weight, eps_name=eps_name):
-            attributes = {eps_name: PROBE_EPS, "training": training}
+        def with_eps(eps, training, x, gate, weight, eps_name=eps_name):
+            attributes = {eps_name: eps, "training": training}
             return type(module).forward(probing.copy_of(module, {weight_name: weight}, {}, **attributes), x, gate)
 
-        def replacement(_, x, gate, weight, form=form):
-            return gated_rms_norm.reference(x, gate, weight, PROBE_EPS, group_size=group, **form)
+        def by_op(eps, _, x, gate, weight, form=form):
+            return gated_rms_norm.reference(x, gate, weight, eps, group_size=group, **form)
 
-        if Proof(original, replacement, case).holds_for(module):
-            group_name = "group_size" if hasattr(module, "group_size") else None
+        if Proof(*(functools.partial(function, PROBE_EPS) for function in (with_eps, by_op)), case).holds_for(module):
+            check_eps(with_eps, by_op, module, eps_name, case)
             names = {"eps": eps_name, "group": group_name, "weight": weight_name}
             return GatedNormMatch.of(gated_rms_norm, form, names)
     return None

@@ -102,6 +102,20 @@ def compiles_by_itself(args, kwargs=None, wider=1) -> bool:
     return first is not None and compiler_fuses(first, wider)
 
 
+def in_memory_order(function, x, *args):
+    """Return `function(x, *args)` in the memory order of x.
+
+    Operations by element keep it, while the results of `function` are contiguous.
+    """
+    if x.is_contiguous():
+        return function(x, *args)
+    strides = x.stride()
+    order = sorted(range(x.ndim - 1), key=lambda dim: -strides[dim])
+    if order == [*range(x.ndim - 1)] or 0 in strides:
+        return function(x, *args)
+    return function(x.permute(*order, -1), *args).permute(*map(order.index, range(x.ndim - 1)), -1)
+
+
 def remember(results, key, find):
     """Return `results[key]`, which `find` computes at its first use."""
     if key not in results:

@@ -17,12 +17,14 @@ from liger_hw.kernels.mlp.glu import activate, unit
 from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match, compiles_by_itself
+from liger_hw.patching.pins import AttributePin
 from liger_hw.patching.projection import is_projection, project_both, project_down, return_new_memory
 from liger_hw.patching.reading import read
 from liger_hw.patching.values import foreign
 
 WIDER = 4  # gate and up than the hidden states, in many models
-PROBE_HIDDEN, PROBE_INTERMEDIATE = 32, 48
+PROBE_HIDDEN, PROBE_INTERMEDIATE, PROBE_OUT = 38, 46, 34  # numbers that code does not contain
+OTHER_NUMBERS = (0.0, 0.2, 0.9, 5.0, -1.7)  # of which those below 1 may be a dropout's
 CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -59,7 +61,10 @@ class MLPMatch(Match):
             if _stays_unfused(down, args[0]) or casts and _casts(self, names, producer_names, args[0]):
                 return original.forward(self, *args)
             if clamped:
-                return compute(self, names, args[0], clamped, options)
+                try:
+                    return compute(self, names, args[0], clamped, options)
+                except ValueError:  # a limit that the op does not take
+                    return original.forward(self, *args)
             gate, up = _gate_and_up(self, names, args[0])
             producers = [getattr(self, name) for name in producer_names]
             try:
@@ -186,17 +191,82 @@ def match_mlp(module):
 
                 without_up = names.get("up", "") is None
                 if (op is activate or not without_up) and probing.reproduces(replacement, expected, cases):
-                    # in_place=False, as a hook may keep what a projection returned
-                    witnesses.Proof(original, replacement, case, in_place=False).confirm(module)
-                    calls = _called_projections(original, case(torch.float32))
-                    if sorted(calls) != sorted(projections):
-                        raise witnesses.Objection("computes with its projections without a call of them")
-                    if calls[0] == names.get("up"):
-                        names |= {"calls_up_first": True}
+                    _confirm(module, original, replacement, probe, names, case)
+                    names |= _call_order(original, projections, names, case)
                     if not probing.agree(*map(_under_autocast, (original, replacement)), cases[:1]):
                         names |= {"casts_under_autocast": True}
-                    return MLPMatch.of(op, options, names, bypassed=bypassed)
+                    return MLPMatch.of(op, options, names, bypassed=bypassed, pinned=_length_of(module))
     return None
+
+
+def _confirm(module, original, replacement, probe, names, case):
+    """Raise `Objection` unless the op computes the MLP for other rows, sizes and attributes."""
+    # in_place=False, as a hook may keep what a projection returned
+    witnesses.Proof(original, replacement, case, in_place=False).confirm(module)
+    _check_sizes(original, module, names)
+    x, children = case(torch.float32)
+    for role, attribute in names.items():
+        if isinstance(attribute, str) and type(vars(module).get(attribute)) in (int, float):
+            numbers = [n for n in OTHER_NUMBERS if "dropout" not in role or 0 <= n < 1]
+            for number in (vars(module)[attribute], *numbers):
+
+                def altered(children, training, number=number, attribute=attribute):
+                    part = probe(children, training)
+                    vars(part)[attribute] = number
+                    return part
+
+                if not _agrees_with_number(original, replacement, altered, x, children):
+                    raise witnesses.Objection(f"uses its {attribute} otherwise than the op")
+
+
+def _agrees_with_number(original, replacement, probe, x, children):
+    """Tell whether the op computes the MLP, or refuses the attribute's value."""
+    try:
+        expected = probing.run(lambda: original(True, x, children, probe))
+    except Exception:  # a number that the module does not take
+        return True
+    try:
+        return probing.equal(probing.run(lambda: replacement(True, x, children, probe)), expected)
+    except ValueError:
+        return True
+
+
+def _check_sizes(original, module, names):
+    """Raise `Objection` if an MLP computes something else than in the sizes of a probe."""
+    projections = {
+        name: module._modules[name] for role, name in names.items() if role in ("gate", "up", "down") and name
+    }
+    (hidden, rows), (cols, out) = (_features(projections[names[role]]) for role in ("gate", "down"))
+    if rows != (cols if "up" in names else 2 * cols):
+        raise witnesses.Objection("leaves out columns of a linear layer")
+    small = PROBE_HIDDEN, PROBE_INTERMEDIATE, PROBE_HIDDEN if out == hidden else PROBE_OUT
+    cases = [
+        (torch.empty(2, 5, sizes[0], device="meta"), _projections(projections, names, sizes, _without_values))
+        for sizes in (small, (hidden, cols, out))
+    ]
+    sizes = dict(zip(small, (hidden, cols, out))) | {2 * PROBE_INTERMEDIATE: 2 * cols}
+    witnesses.check_sizes(lambda x, children: original(False, x, children), cases, sizes)
+
+
+def _features(projection):
+    """Return the numbers of inputs and outputs of a linear layer or Conv1D."""
+    if hasattr(projection, "in_features"):
+        return projection.in_features, projection.out_features
+    return projection.nx, projection.nf
+
+
+def _call_order(original, projections, names, case):
+    calls = _called_projections(original, case(torch.float32))
+    if sorted(calls) != sorted(projections):
+        raise witnesses.Objection("computes with its projections without a call of them")
+    return {"calls_up_first": True} if calls[0] == names.get("up") else {}
+
+
+def _length_of(module):
+    """Return pins of the number of children, where a program may append some."""
+    if not isinstance(module, torch.nn.Sequential):
+        return ()
+    return (AttributePin((), ("_modules", "__len__()"), len(module._modules), True),)
 
 
 def _under_autocast(function):
@@ -277,23 +347,35 @@ def _projection_roles(projections):
 
 def _case(projections, names, dtype, shape=(2, 5), scale=1):
     random = probing.generator()
+    sizes = PROBE_HIDDEN, PROBE_INTERMEDIATE, PROBE_HIDDEN
     x = scale * probing.random_rows(random, *shape, PROBE_HIDDEN, dtype=dtype)
-    return x, _probe_projections(random, projections, names, dtype)
+    return x, _projections(
+        projections, names, sizes, lambda *shape: probing.random_rows(random, *shape, dtype=dtype) / 4
+    )
 
 
-def _probe_projections(random, projections, names, dtype):
-    """Return small linear layers with random weights in place of an MLP's projections."""
-    widths = dict.fromkeys(("gate", "up"), (PROBE_INTERMEDIATE, PROBE_HIDDEN))
-    widths["down"] = PROBE_HIDDEN, PROBE_INTERMEDIATE
+def _without_values(*shape):
+    return torch.empty(shape, device="meta")
+
+
+def _projections(projections, names, sizes, values):
+    """Return linear layers of other sizes in place of an MLP's projections.
+
+    Args:
+        sizes: features of the hidden states, of gate and up, and of the result.
+        values: shape -> the values of a parameter.
+    """
+    hidden, intermediate, out = sizes
+    widths = dict.fromkeys(("gate", "up"), (intermediate, hidden))
+    widths["down"] = out, intermediate
     if "up" not in names:
-        widths["gate"] = 2 * PROBE_INTERMEDIATE, PROBE_HIDDEN
+        widths["gate"] = 2 * intermediate, hidden
     linears = {}
     for role, (rows, cols) in widths.items():
         if name := names.get(role):
             linear = torch.nn.Linear(cols, rows, getattr(projections[name], "bias", None) is not None, device="meta")
             for parameter, value in list(linear._parameters.items()):
                 if value is not None:
-                    random_values = probing.random_rows(random, *value.shape, dtype=dtype) / 4
-                    linear._parameters[parameter] = torch.nn.Parameter(random_values)
+                    linear._parameters[parameter] = torch.nn.Parameter(values(*value.shape))
             linears[name] = linear
     return linears

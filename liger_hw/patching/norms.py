@@ -1,5 +1,6 @@
 """Match LayerNorm, RMSNorm and L2 norms, of any rounding order."""
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -10,14 +11,17 @@ from liger_hw.kernels.norms.l2_norm import L2_CASTING_MODES, l2_norm
 from liger_hw.kernels.norms.layer_norm import layer_norm
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
 from liger_hw.patching import probing, witnesses
-from liger_hw.patching.match import Match, compiles_by_itself
+from liger_hw.patching.match import Match, compiles_by_itself, in_memory_order
 from liger_hw.patching.reading import read
 
 OPS = {op.__name__: op for op in (rms_norm, layer_norm, l2_norm)}
 PROBE_EPS = 0.05  # replaces an eps attribute: large enough to change the result
+OTHER_EPS = (0.0, 1e-7, 3.0)  # beside the module's
 WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried for norms whose code contains eps as a number
 PROBE_WIDTH = 64  # for a norm without a weight, or whose weight is empty on this rank (ZeRO-3)
 PROBE_ROWS = 7
+HALF = (torch.bfloat16, torch.float16)
+MIXED = [(dtype, torch.float32) for dtype in HALF], [(torch.float32, dtype) for dtype in HALF]  # of x and weight
 WIDENED = {"layer_norm", "rms_norm", "normalize", "norm", "vector_norm"}  # functions that autocast computes in fp32
 
 
@@ -28,6 +32,8 @@ class NormMatch(Match):
     Attributes:
         narrow_input, wide_input: the op also agrees where x has a narrower or a wider dtype than the weight.
         default_eps: the module takes None as eps.
+        width: of the rows of a module without a weight that states one.
+        keeps_order: results have the memory order of x, of which torch's own norms make contiguous ones.
     """
 
     kind = "norm"
@@ -35,6 +41,8 @@ class NormMatch(Match):
     narrow_input: bool = False
     wide_input: bool = False
     default_eps: bool = False
+    width: int | None = None
+    keeps_order: bool = False
 
     def members(self, original, unchanged):
         op, options, names = OPS[self.op], dict(self.options), dict(self.names)
@@ -44,8 +52,12 @@ class NormMatch(Match):
         widens_under_autocast = not WIDENED.isdisjoint(read(original).attributes)
         widens_under_autocast |= options.get("casting_mode") == "none"
         narrow_input, wide_input, takes_none = self.narrow_input, self.wide_input, self.default_eps
+        width, keeps_order = self.width, self.keeps_order
         offset = options.pop("offset", None) if op is layer_norm else None
         derived = original is not torch.nn.LayerNorm and issubclass(original, torch.nn.LayerNorm)
+
+        def compute(x, weight, eps):
+            return op(x, eps=eps, **options) if op is l2_norm else op(x, weight, eps=eps, **options)
 
         def forward(self, *args, **kwargs):
             if is_compiling() and compiles_by_itself(args):
@@ -53,6 +65,8 @@ class NormMatch(Match):
             if not unchanged(self, args, kwargs) or derived and torch.is_autocast_enabled(args[0].device.type):
                 return original.forward(self, *args, **kwargs)
             x = args[0]
+            if width is not None and x.shape[-1] != width:
+                return original.forward(self, x)
             weight = getattr(self, weight_name) if weight_name else None
             bias = getattr(self, bias_name) if bias_name else None
             # a program may set another kind of weight, or none
@@ -60,7 +74,8 @@ class NormMatch(Match):
             if is_foreign or bias is not None and not witnesses.is_torchs(bias):
                 return original.forward(self, x)
             if weight_name and weight.dtype != x.dtype:
-                if not (wide_input if torch.promote_types(x.dtype, weight.dtype) == x.dtype else narrow_input):
+                wider = torch.promote_types(x.dtype, weight.dtype)  # fp32 of fp16 and bf16, which no probe showed
+                if not (wide_input if wider == x.dtype else narrow_input and wider == weight.dtype):
                     return original.forward(self, x)
             if widens_under_autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
                 return original.forward(self, x)
@@ -73,13 +88,29 @@ class NormMatch(Match):
                 if bias_name:
                     weight = weight if offset is None else weight + offset
                     return op(x, weight, bias, eps, **options)
-                return op(x, eps=eps, **options) if op is l2_norm else op(x, weight, eps=eps, **options)
+                return in_memory_order(compute, x, weight, eps) if keeps_order else compute(x, weight, eps)
             except ValueError:
                 if weight is None or weight.shape == x.shape[-1:]:
                     raise
                 return original.forward(self, x)  # a program set a weight of another shape, which torch may expand
 
         return {"forward": forward}
+
+
+def check_eps(original, replacement, module, eps_name, case, exact=True):
+    """Raise `Objection` if a norm uses its eps otherwise than the op.
+
+    It may have a lower bound.
+
+    Args:
+        original, replacement: functions of (eps, training, *arguments).
+        case: as in `Proof`.
+    """
+    for eps, dtype in itertools.product((vars(module)[eps_name], *OTHER_EPS), witnesses.DTYPES):
+        x, *rest = case(dtype, (2, 5))
+        args = eps, module.training, x * (abs(eps) ** 0.5 or 3), *rest
+        if not probing.agree(original, replacement, [args], exact):
+            raise witnesses.Objection(f"uses its {eps_name} otherwise than the op")
 
 
 def default_eps(dtype):
@@ -122,16 +153,17 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
     width = (weight.numel() if weight_name else _normalized_width(module)) or PROBE_WIDTH
     absent = {name: p for name, p in module._parameters.items() if p is None}
 
-    def original(training, x, weight):
+    def with_eps(eps, training, x, weight):
         parameters = absent | ({weight_name: weight} if weight_name else {})
         attributes = {"_buffers": {}, "training": training} | ({eps_name: eps} if eps_name else {})
         return type(module).forward(probing.copy_of(module, parameters, {}, **attributes), x)
 
-    def replacement(_, x, weight):
+    def by_op(eps, _, x, weight):
         number = default_eps(x.dtype) if eps is None else eps
         learned = () if op is l2_norm else (weight if weight_name else None,)
         return op.reference(x, *learned, eps=number, **options)
 
+    original, replacement = functools.partial(with_eps, eps), functools.partial(by_op, eps)
     random = probing.generator()
 
     def rows(x_dtype, weight_dtype):
@@ -143,19 +175,28 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
     exact = op is not layer_norm and type(module) is not torch.nn.RMSNorm  # torch's kernels sum in another order
     if not probing.agree(original, replacement, [rows(dtype, dtype) for dtype in probing.DTYPES], exact):
         return None
-    narrow, wide = (
-        probing.agree(original, replacement, [rows(*pair)], exact) for pair in (probing.DTYPES[::-1], probing.DTYPES)
-    )
-
+    narrow, wide = (probing.agree(original, replacement, [rows(*pair) for pair in pairs], exact) for pairs in MIXED)
     case = probing.case_of(width, weights=1)
-    witnesses.Proof(original, replacement, case, exact, width_is_given=bool(weight_name)).confirm(module)
+    states_width = bool(weight_name or _normalized_width(module))
+    at_width = None if states_width else lambda width: probing.case_of(width, weights=1)(torch.float32, (2, 3))
+    proof = witnesses.Proof(
+        original, replacement, case, exact, width_is_given=bool(weight_name), at_width=at_width
+    )  # fmt: skip
+    proof.confirm(module)
+    if type(vars(module).get(eps_name)) is float:
+        check_eps(with_eps, by_op, module, eps_name, case, exact)
+    x, weight = case(torch.float32, (2, 3))
+    turned = probing.run(lambda: original(module.training, x.transpose(0, 1), weight))
     names = {"weight": weight_name, "bias": None} if op is layer_norm else {"weight": weight_name}
     if eps_name:
         names["eps"] = eps_name
     else:
         options = options | {"eps": eps}
     takes_none = eps is None or type(module) is torch.nn.RMSNorm
-    return NormMatch.of(op, options, names, narrow_input=narrow, wide_input=wide, default_eps=takes_none)
+    return NormMatch.of(
+        op, options, names, narrow_input=narrow, wide_input=wide, default_eps=takes_none,
+        width=None if weight_name else _normalized_width(module) or None, keeps_order=not turned.is_contiguous(),
+    )  # fmt: skip
 
 
 def _normalized_width(module):
@@ -175,16 +216,18 @@ def _match_layer_norm(module):
     width = module.weight.numel() or PROBE_WIDTH
     parts = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
 
-    def original(training, x, *parameters):
+    def with_eps(eps, training, x, *parameters):
         parameters = dict.fromkeys(("weight", "bias")) | dict(zip(parts, parameters))
-        return type(module).forward(probing.copy_of(module, parameters, {}, eps=PROBE_EPS, training=training), x)
+        return type(module).forward(probing.copy_of(module, parameters, {}, eps=eps, training=training), x)
 
     case = probing.case_of(width, weights=len(parts))
     for offset in (0.0, 1.0):
 
-        def replacement(_, x, weight, bias=None, offset=offset):
-            return layer_norm.reference(x, weight + offset, bias, PROBE_EPS)
+        def by_op(eps, _, x, weight, bias=None, offset=offset):
+            return layer_norm.reference(x, weight + offset, bias, eps)
 
-        if witnesses.Proof(original, replacement, case, exact=False).holds_for(module):
+        functions = (functools.partial(function, PROBE_EPS) for function in (with_eps, by_op))
+        if witnesses.Proof(*functions, case, exact=False).holds_for(module):
+            check_eps(with_eps, by_op, module, "eps", case, exact=False)
             return NormMatch.of(layer_norm, {"offset": offset} if offset else {}, names)
     return None

@@ -94,7 +94,11 @@ def equal(actual, expected, exact=True):
         exact: False allows another order of fp32 sums.
     """
     if isinstance(actual, tuple):
-        return all(equal(a, e, exact) for a, e in zip(actual, expected))
+        return (
+            type(expected) is tuple
+            and len(expected) == len(actual)
+            and all(equal(a, e, exact) for a, e in zip(actual, expected))
+        )
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return False
     if exact:

@@ -13,6 +13,7 @@ from liger_hw.patching import probing
 from liger_hw.patching.activations import match_activation
 from liger_hw.patching.experts import calls_gate, match_experts
 from liger_hw.patching.gated_norms import match_gated_norm
+from liger_hw.patching.hooks import original_class
 from liger_hw.patching.lora import match_lora
 from liger_hw.patching.match import Match, remember
 from liger_hw.patching.mlp import is_mlp_like, match_mlp, unknown_operation
@@ -81,15 +82,18 @@ def _recognise(module, memory):
         return result
     cls = type(module)
     match, reason = remember(memory.matches, cls, lambda: match_rotary(cls, memory.rotation))
-    return Recognition(match, reason or (None if match else reason_for_leaving(module)))
+    return Recognition(match, reason or (None if match else reason_for_leaving(module, memory)))
 
 
 def _first_match(module, memory):
     if is_mlp_like(module) and rotary_functions(type(module)):
         return Recognition()  # an attention, whose code no probe runs
     if reason := _reason_against_probes(module, memory):
-        has_form = [p.ndim for p in direct_parameters(module).values()] == [1] or is_mlp_like(module)
-        is_shown = has_form and "attention" not in type(module).__name__.lower() or reason_for_leaving(module)
+        if is_mlp_like(module) and len(positional_inputs(module)) != 1:
+            return Recognition(reason=reason_for_leaving(module, memory))
+        dims = [p.ndim for p in direct_parameters(module).values()]
+        has_form = dims in ([1], [3, 3]) or is_mlp_like(module) or hasattr(type(module), "_apply_gate")
+        is_shown = has_form and "attention" not in type(module).__name__.lower() or reason_for_leaving(module, memory)
         return Recognition(reason=reason if is_shown else None)
     try:
         match = next((match for matcher in MATCHERS if (match := matcher(module)) is not None), None)
@@ -101,17 +105,29 @@ def _first_match(module, memory):
 def _reason_against_probes(module, memory):
     """Return why the code of a module must not run on a probe, or None.
 
-    That is asked of norms, MLPs and activations by their form. It may count its calls, or draw random numbers.
+    It may count its calls, or draw random numbers. That is asked of every form of module that a matcher runs.
     """
-    is_flat = not module._modules and all(p.ndim == 1 for p in direct_parameters(module).values())
-    if is_known(type(module)) or not (is_flat or is_mlp_like(module)) or len(positional_inputs(module)) != 1:
+    methods, dims = ("forward",), [p.ndim for p in direct_parameters(module).values()]
+    is_flat = not module._modules and all(dim == 1 for dim in dims)
+    if hasattr(type(module), "_apply_gate"):
+        methods = ("_apply_gate",)
+    elif not (is_flat or is_mlp_like(module) or dims == [3, 3]):
         return None
-    code = memory.code(type(module))
-    try:
-        attribute_pins(module, code, probing.float_attributes(module))
-    except Incomparable as error:
-        return f"its code {code.reason or error}"
-    return code.reason and f"its code {code.reason}"
+    if is_known(type(module)):
+        return None
+    code = memory.code(type(module), methods)
+    if (is_flat or is_mlp_like(module)) and len(positional_inputs(module)) == 1:
+        try:
+            attribute_pins(module, code, probing.float_attributes(module))
+        except Incomparable as error:
+            return f"its code {code.reason or error}"
+    if code.reason:
+        return f"its code {code.reason}"
+    for name, child in module.named_children():
+        cls = original_class(child)
+        if not (is_projection(child) or is_known(cls)) and (reason := memory.code(cls).reason):
+            return f"the code of its {name} {reason}"
+    return None
 
 
 def _with_pins(module, match, memory):
@@ -157,7 +173,7 @@ def _facts(module, memory, names=frozenset()):
     return type(module), module.training, shapes, children, attributes
 
 
-def reason_for_leaving(module):
+def reason_for_leaving(module, memory):
     """Return why no op computes a module; None where its name suggests no op."""
     name = type(module).__name__.lower()
     if "experts" in name:
@@ -173,6 +189,6 @@ def reason_for_leaving(module):
         return f"has tensors of its own beside its linear layers: {', '.join(tensors)}"
     if (inputs := len(positional_inputs(module))) != 1:
         return f"its forward takes {inputs} inputs, and an MLP's op takes one"
-    if operation := unknown_operation(module):
+    if not _reason_against_probes(module, memory) and (operation := unknown_operation(module)):
         return f"computes {operation}, which no op does"
     return NO_ACTIVATION if len(projections) == 2 else NO_OP

@@ -2,6 +2,7 @@
 
 import functools
 
+import torch
 from torch.compiler import is_compiling
 
 from liger_hw.patching.match import Match, compiles_by_itself
@@ -104,24 +105,21 @@ def find_rotation(function):
     The reason contains {} in place of the function's name.
     """
 
-    def as_tuple(*args):
-        rotated = function(*args)
-        return tuple(rotated) if isinstance(rotated, (tuple, list)) else rotated
-
     if not hasattr(getattr(function, "__func__", function), "__code__"):
         return None, NO_ROTATION
     code = read_function(function)
     if code.reason:
         return None, f"{{}} {code.reason}"
-    rotation = prove_rotation(function, lambda original, op_rotation, cases: agree(as_tuple, op_rotation, cases))
+    rotation = prove_rotation(function, agree)
     if rotation is None:
         return None, NO_ROTATION
     proof = Proof(
-        lambda training, *args: as_tuple(*args),
+        lambda training, *args: function(*args),
         lambda training, *args: by_op(rotation)(*args),
         lambda dtype, shape: case_of(rotation, dtype, dtype, batch=shape[0], length=shape[1]),
         other_shapes=(),
         learned=2 if rotation.form.startswith("q") else 1,
+        at_width=lambda width: case_of(rotation, torch.float32, torch.float32, batch=1, length=2, width=width),
     )
     reason = proof.objection(code.constants)
     return (None, f"{{}} {reason}") if reason else (rotation, None)

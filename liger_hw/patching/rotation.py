@@ -23,10 +23,12 @@ LEADING = {  # form of a function -> names of its leading parameters, None allow
     "x, sin, cos": (None, "sin", "cos"),
     "q, k, freqs_cis": (None, None, "freqs_cis"),
 }
-OPTIONAL = {"position_ids", "unsqueeze_dim"}  # Hugging Face's functions do not use the first
+OPTIONAL = {"position_ids", "unsqueeze_dim"}
 TABLES = ("full", "first_half", "shared")  # one value per head entry; the same, second half unused; one per pair
 SAME = [(dtype, dtype) for dtype in DTYPES]  # dtypes of heads and tables
-MIXED = (DTYPES[::-1], DTYPES)  # heads narrower than the tables, heads wider
+NARROWER = [(dtype, torch.float32) for dtype in (torch.bfloat16, torch.float16)]  # heads than tables
+WIDER = [pair[::-1] for pair in NARROWER]
+UNLESS_POSITIONS = " if position_ids is defaults.get('position_ids') else None"
 DIRECT, PROMOTED = "direct", "promoted"  # for two dtypes, call the op without casts, or cast to the wider dtype
 
 
@@ -40,6 +42,8 @@ class Rotation:
         tables: one of `TABLES`.
         reverse: the function rotates by the negative angle.
         axis: the heads dimension of q and k, where the function has no `unsqueeze_dim`.
+        axes: the heads dimensions that were shown.
+        ignores_positions: the function has no `position_ids`, or does not use them.
         partial: of heads wider than the tables, the function rotates the first part and returns the rest unchanged.
         flat: the function also takes (tokens, heads, head_dim) with tables of (tokens, head_dim).
         narrower, wider: `DIRECT`, `PROMOTED` or None (only the function itself computes it), for heads of a narrower
@@ -52,6 +56,8 @@ class Rotation:
     tables: str = "full"
     reverse: bool = False
     axis: int | None = None
+    axes: tuple = ()
+    ignores_positions: bool = True
     partial: bool = False
     flat: bool = False
     narrower: str | None = None
@@ -105,16 +111,32 @@ def _prove_special_cases(function, rotation, agree):
     partial = agree(function, by_op(rotation), partial_cases)
     if not partial and outputs(function, partial_cases[:1]) is not None:
         return None
+    axes = (rotation.axis or 1,)
+    if rotation.axis is None:
+        second = replace(rotation, axis=2)
+        if agree(functools.partial(function, unsqueeze_dim=2), by_op(second), _cases(second, SAME)):
+            axes = 1, 2
     flat = rotation.axis == 2 and agree(function, by_op(rotation), _cases(rotation, SAME, flat=True))
     narrower = wider = DIRECT
     if not rotation.is_complex:
-        narrower, wider = (_prove_mixed(function, rotation, agree, pair) for pair in MIXED)
-    return replace(rotation, partial=partial, flat=flat, narrower=narrower, wider=wider)
+        narrower, wider = (_prove_mixed(function, rotation, agree, pairs) for pairs in (NARROWER, WIDER))
+    ignores = "position_ids" not in parameters(function) or _ignores_positions(function, rotation, agree)
+    return replace(
+        rotation, axes=axes, ignores_positions=ignores, partial=partial, flat=flat, narrower=narrower, wider=wider
+    )
 
 
-def _prove_mixed(function, rotation, agree, dtypes):
-    """Return `DIRECT` or `PROMOTED` for these dtypes, or None if neither call agrees."""
-    cases = _cases(rotation, [dtypes])
+def _ignores_positions(function, rotation, agree):
+    """Tell whether `position_ids` change no result."""
+    cases = _cases(rotation, SAME[:1])
+    positions = torch.tensor([[3, 0, 1, 4, 2], [1, 1, 0, 2, 0]])
+    forms = positions, positions[:1], positions[0]
+    return all(agree(functools.partial(function, position_ids=form), by_op(rotation), cases) for form in forms)
+
+
+def _prove_mixed(function, rotation, agree, pairs):
+    """Return `DIRECT` or `PROMOTED` for these pairs of dtypes, or None if neither call agrees."""
+    cases = _cases(rotation, pairs)
     for call in (DIRECT, PROMOTED):
         if agree(function, by_op(rotation, promoted=call == PROMOTED), cases):
             return call
@@ -198,7 +220,7 @@ def replacement(original, rotation):
     passed = ", ".join(f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in shown)
     lines = [
         f"leading, axis = ({leading}), {'unsqueeze_dim' if rotation.axis is None else rotation.axis}",
-        "call = proved_call(rotation, leading, axis)",
+        f"call = proved_call(rotation, leading, axis){'' if rotation.ignores_positions else UNLESS_POSITIONS}",
         f"return original({passed}) if call is None else rotate(rope, rotation, leading, axis, call == PROMOTED)",
     ]
     function = define(
@@ -216,7 +238,7 @@ def _proved_call(rotation, leading, axis):
     if rotation.is_complex and not leading[2].is_complex():
         return None
     q, k, cos, sin = _unpacked(rotation, leading)
-    if q.dtype not in KERNEL_DTYPES or not cos.is_floating_point() or cos.requires_grad or sin.requires_grad:
+    if q.dtype not in KERNEL_DTYPES or cos.dtype not in KERNEL_DTYPES or cos.requires_grad or sin.requires_grad:
         return None
     if (sin.dtype, sin.shape) != (cos.dtype, cos.shape) or k is not None and (k.dtype, k.ndim) != (q.dtype, q.ndim):
         return None
@@ -225,7 +247,7 @@ def _proved_call(rotation, leading, axis):
             return None
     elif cos.shape[0] not in (1, q.shape[0]):
         return None
-    if axis not in (1, 2) or cos.shape[-2] != q.shape[q.ndim - 1 - axis]:
+    if axis not in rotation.axes or cos.shape[-2] != q.shape[q.ndim - 1 - axis]:
         return None
     heads = q.ndim - 4 + axis
     if k is not None and (k.shape[:heads], k.shape[heads + 1 :]) != (q.shape[:heads], q.shape[heads + 1 :]):
@@ -235,4 +257,7 @@ def _proved_call(rotation, leading, axis):
         return None
     if rotation.is_complex or q.dtype == cos.dtype:
         return DIRECT
-    return rotation.wider if torch.promote_types(q.dtype, cos.dtype) == q.dtype else rotation.narrower
+    promoted = torch.promote_types(q.dtype, cos.dtype)
+    if promoted not in (q.dtype, cos.dtype):  # fp16 and bf16
+        return None
+    return rotation.wider if promoted == q.dtype else rotation.narrower
