@@ -277,6 +277,7 @@ class CausalLMMatch(ModelMatch):
             asked = [name for name in names if labelled and _is_given(kwargs.get(name))]
             served = kwargs.setdefault(SERVED, []) if asked else [True]
             lazily = linear and labelled and (skips or not {*PRODUCTS}.isdisjoint(asked)) and unchanged(self)
+            lazily = lazily and not torch.compiler.is_exporting()  # which keeps no gradients from the forward
             layer = head_of(self)
             heads = patched_heads(layer, take_new=lazily)
             if lazily and any(map(is_wrapped_by_fsdp1, layer.modules())):

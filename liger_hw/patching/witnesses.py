@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from torch.compiler import is_compiling
 
 from liger_hw._torch import PLAIN, TorchDispatchMode, is_view_operation, operation_schema, tensor_version
 from liger_hw.patching import probing
@@ -58,7 +59,7 @@ def cover(x):
     which no op does. Outside inference mode torch cannot save a tensor from it, as ops do for the backward.
     """
     fits = is_torchs(x) and x.dtype in DTYPES and x.ndim <= MOST_DIMENSIONS and not x.is_nested
-    return fits and (not x.is_inference() or torch.is_inference_mode_enabled())
+    return fits and (is_compiling() or not x.is_inference() or torch.is_inference_mode_enabled())
 
 
 def is_torchs(x):

@@ -307,3 +307,49 @@ def test_forwards_set_after_compilation_count(change, monkeypatch):
     expected = tiny.call(plain, **tiny.tokens()).loss
     assert not torch.equal(expected, before)
     torch.testing.assert_close(tiny.call(patched, **tiny.tokens()).loss, expected)
+
+
+class LossOf(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, labels):
+        return self.model(input_ids=ids, labels=labels, use_cache=False).loss
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_step_learns(strict):
+    plain = tiny.model("llama").train()
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    ids = torch.randint(3, tiny.VOCABULARY, (2, 7))
+    losses = []
+    for model in (plain, patched):
+        losses.append(torch.export.export(LossOf(model), (ids, ids), strict=strict).module()(ids, ids))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    for found, expected in zip(patched.parameters(), plain.parameters()):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_an_export_that_would_lose_the_gradient_is_an_error():
+    class Loss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(50, 32))
+
+        def forward(self, x, target):
+            return liger_hw.fused_linear_cross_entropy(x, self.weight, target)
+
+    args, loss = (torch.randn(11, 32), torch.randint(50, (11,))), Loss()
+    with pytest.raises(Exception, match="keeps no backward of fused_linear_cross_entropy"):
+        torch.export.export(loss, args, strict=True)
+    with torch.no_grad():
+        exported = torch.export.export(loss, args, strict=False).module()
+        torch.testing.assert_close(exported(*args), loss(*args))
+    with liger_hw.use_backend("reference"):
+        exported = torch.export.export(loss, args, strict=True).module()
+    exported(*args).backward()
+    (expected,) = torch.autograd.grad(loss(*args), loss.weight)
+    torch.testing.assert_close(exported.weight.grad, expected)

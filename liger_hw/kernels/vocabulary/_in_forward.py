@@ -105,6 +105,11 @@ class GradientsInForward(Function):
             scale: (*gradients, incoming gradient) -> None, multiplies in place; None for contiguous gradients.
             weight: of a head, for `refuse_written`.
         """
+        if torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling() and any(ctx.needs_input_grad):
+            raise RuntimeError(
+                f"torch.export with strict=True keeps no backward of {op}, so the exported loss would not train: "
+                f"{GradientsInForward.instead}, or export with strict=False, without a backward"
+            )
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*gradients)
         else:  # the backward must hold the only reference, or autograd copies the gradients
