@@ -57,6 +57,15 @@ def traced_as(function, traced):
     return function
 
 
+@constant_result
+def is_exporting():
+    """Tell whether torch.export runs.
+
+    torch.compile of torch 2.11 takes torch's own function as True.
+    """
+    return torch.compiler.is_exporting()
+
+
 # run a function outside of the graphs that torch.compile makes; it imports the compiler at a call, not now
 outside_graphs = torch._disable_dynamo
 

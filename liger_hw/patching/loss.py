@@ -15,7 +15,14 @@ import warnings
 
 import torch
 
-from liger_hw._torch import is_replica, is_wrapped_by_fsdp1, traced, tree_map_only, without_saved_tensors_hooks
+from liger_hw._torch import (
+    is_exporting,
+    is_replica,
+    is_wrapped_by_fsdp1,
+    traced,
+    tree_map_only,
+    without_saved_tensors_hooks,
+)
 from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy, formula
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -277,7 +284,7 @@ class CausalLMMatch(ModelMatch):
             asked = [name for name in names if labelled and _is_given(kwargs.get(name))]
             served = kwargs.setdefault(SERVED, []) if asked else [True]
             lazily = linear and labelled and (skips or not {*PRODUCTS}.isdisjoint(asked)) and unchanged(self)
-            lazily = lazily and not torch.compiler.is_exporting()  # which keeps no gradients from the forward
+            lazily = lazily and not is_exporting()  # which keeps no gradients from the forward
             layer = head_of(self)
             heads = patched_heads(layer, take_new=lazily)
             if lazily and any(map(is_wrapped_by_fsdp1, layer.modules())):

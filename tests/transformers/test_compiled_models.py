@@ -343,7 +343,7 @@ def test_an_export_that_would_lose_the_gradient_is_an_error():
             return liger_hw.fused_linear_cross_entropy(x, self.weight, target)
 
     args, loss = (torch.randn(11, 32), torch.randint(50, (11,))), Loss()
-    with pytest.raises(Exception, match="keeps no backward of fused_linear_cross_entropy"):
+    with pytest.raises(Exception, match="keeps no backward"):
         torch.export.export(loss, args, strict=True)
     with torch.no_grad():
         exported = torch.export.export(loss, args, strict=False).module()

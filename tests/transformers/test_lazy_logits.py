@@ -670,11 +670,11 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_loss_of_a_program(backend, loss):
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_compiled_loss_of_a_program(compiler, loss):
     torch._dynamo.reset()
     pair = Pair()
-    found, expected = (torch.compile(loss, backend=backend)(x) for x in pair.both())
+    found, expected = (torch.compile(loss, backend=compiler)(x) for x in pair.both())
     torch.testing.assert_close(found, expected)
     found.backward(), expected.backward()
     pair.assert_same_gradients()

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from liger_hw._torch import tensor_version
+from liger_hw._torch import is_exporting, tensor_version
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Function, raw
@@ -105,7 +105,7 @@ class GradientsInForward(Function):
             scale: (*gradients, incoming gradient) -> None, multiplies in place; None for contiguous gradients.
             weight: of a head, for `refuse_written`.
         """
-        if torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling() and any(ctx.needs_input_grad):
+        if is_exporting() and torch.compiler.is_dynamo_compiling() and any(ctx.needs_input_grad):
             raise RuntimeError(
                 f"torch.export with strict=True keeps no backward of {op}, so the exported loss would not train: "
                 f"{GradientsInForward.instead}, or export with strict=False, without a backward"
