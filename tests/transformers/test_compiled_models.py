@@ -7,6 +7,7 @@ import numpy
 import pytest
 import tiny
 import torch
+from old_torch import needs_locals
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -333,21 +334,27 @@ def test_an_exported_step_learns(strict):
         torch.testing.assert_close(found.grad, expected.grad)
 
 
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(50, 32))
+
+    def forward(self, x, target):
+        return liger_hw.fused_linear_cross_entropy(x, self.weight, target)
+
+
 def test_an_export_that_would_lose_the_gradient_is_an_error():
-    class Loss(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(50, 32))
-
-        def forward(self, x, target):
-            return liger_hw.fused_linear_cross_entropy(x, self.weight, target)
-
     args, loss = (torch.randn(11, 32), torch.randint(50, (11,))), Loss()
     with pytest.raises(Exception, match="keeps no backward"):
         torch.export.export(loss, args, strict=True)
     with torch.no_grad():
         exported = torch.export.export(loss, args, strict=False).module()
         torch.testing.assert_close(exported(*args), loss(*args))
+
+
+@needs_locals
+def test_an_exported_loss_of_the_reference_learns():
+    args, loss = (torch.randn(11, 32), torch.randint(50, (11,))), Loss()
     with liger_hw.use_backend("reference"):
         exported = torch.export.export(loss, args, strict=True).module()
     exported(*args).backward()
