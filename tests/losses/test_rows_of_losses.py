@@ -148,10 +148,13 @@ def test_a_rows_gradient_ignores_other_rows(name, way, dtype):
         loss = (own if name == "own" else LOSSES[name])(part, weight, labels[rows], invariant=True)
         return torch.autograd.grad(loss, part)[0] * len(part)
 
+    # torch.logaddexp of a jsd rounds the last values of a tensor otherwise than the rest, by AVX2 and by AVX-512
+    rounds_by_place = name == "teacher" and (way == "reference" or x.device.type == "cpu")
+    rounding = {"rtol": 1e-5, "atol": 1e-7} if rounds_by_place else {"rtol": 0, "atol": 0}
     with use_backend(way):
         whole = gradient(torch.arange(8))
         for rows in ([7], [5, 2], [6, 7, 1, 0]):
-            assert torch.equal(gradient(torch.tensor(rows)), whole[rows])
+            torch.testing.assert_close(gradient(torch.tensor(rows)), whole[rows], **rounding)
 
 
 @pytest.mark.skipif(interpreting(), reason="the same there")

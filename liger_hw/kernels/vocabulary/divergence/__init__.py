@@ -64,9 +64,7 @@ def elements(log_q, log_p, kind, beta):
     if kind == "tvd":
         return (q - p).abs() / 2
     log_q, log_p = (log.clamp(min=torch.finfo(log.dtype).min / 4) for log in (log_q, log_p))
-    a, b = log_p + math.log(beta), log_q + math.log(1 - beta)
-    # not logaddexp, which on a CPU with AVX-512 rounds the last values of a tensor, whichever row they are, otherwise
-    log_m = torch.maximum(a, b) + (-(a - b).abs()).exp().log1p()
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
     return beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)
 
 
