@@ -309,8 +309,11 @@ def _changes_operations(kernel):
 
 
 def only_harmless_modes():
-    """Tell whether every active mode is torch's or this package's, which change no operation."""
-    return all(
+    """Tell whether every active mode is torch's or this package's, which change no operation.
+
+    Within `allow_mutation_on_saved_tensors` torch copies what an operation writes to, which fails for absent arguments.
+    """
+    return not _torch.saved_tensors_may_change() and all(
         type(mode).__module__.partition(".")[0] in KNOWN_PACKAGES or type(mode) in HARMLESS_MODES
         for mode in (*_torch.active_dispatch_modes(), *_torch.active_function_modes())
     )

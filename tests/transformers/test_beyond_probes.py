@@ -494,3 +494,20 @@ def test_rows_from_inference_mode(make):
     if make is Norm:
         plain(x).sum().backward(), patched(x).sum().backward()
         torch.testing.assert_close(patched.weight.grad, plain.weight.grad)
+
+
+@pytest.mark.parametrize("make", [Norm, MLP, lambda: nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))])
+def test_saved_tensors_that_may_change(make):
+    plain = make().to(DEVICE)
+    patched = copy.deepcopy(plain)
+    assert liger_hw.patch(patched).replaced
+    found = []
+    for module in (patched, plain):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            x = torch.ones(3, 64, device=DEVICE, requires_grad=True)
+            rows = x * 1
+            y = module(rows)
+            rows.zero_()
+            y.sum().backward()
+        found.append([x.grad, *(p.grad for p in module.parameters())])
+    torch.testing.assert_close(*found)
