@@ -85,7 +85,7 @@ def rope(
         >>> q, k = liger_hw.rope(q, k, angles.cos(), angles.sin())
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return tuple(None if x is None else _rotated(x, cos, sin, layout, shared, wide) for x in (q, k))
+    return tuple(None if x is None else _in_memory_order(x, cos, sin, layout, shared, wide) for x in (q, k))
 
 
 @rope.shards
@@ -104,6 +104,12 @@ def _(q, k, cos, sin, unsqueeze_dim=1, layout="half", shared=False, wide=False):
 
 def _pairs(x, neighbours):
     return (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, -1)
+
+
+def _in_memory_order(x, cos, sin, *options):
+    if x.stride(1) >= x.stride(2):
+        return _rotated(x, cos, sin, *options)
+    return _rotated(*(t.transpose(1, 2) for t in (x, cos, sin)), *options).transpose(1, 2)
 
 
 def _rotated(x, cos, sin, layout, shared, wide):
