@@ -33,6 +33,7 @@ def huge_rows(cols, dtype, device):
 
 
 def compare(results, dtype, backend):
+    # largest differences, of 1 + the value: fp32 1.2e-6 on an H200 and 7.4e-7 interpreted; bf16 3.2e-3, fp16 2.5e-4
     for a, b in zip(results(backend), results("reference"), strict=True):
         rounding = 1e-5 if b.dtype == torch.float32 else 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(a.float(), b.float(), rtol=rounding, atol=rounding, equal_nan=True)
