@@ -291,17 +291,14 @@ WATCHES = {T.register_hook, T.grad_fn.__get__, *KEEPS}  # may read it
 
 def _derived(func, logits, args, kwargs):
     """Return `func(logits, ...)` without computing the logits, or None."""
+    if _torch.transforms_active():  # torch.func needs autograd functions of another form
+        return None
     cell = logits.cell
     if func in FUSED:  # what traces a program's loss shall see the logits
         traces = not cell.call.forward.recording and (_torch.dispatch_modes() or torch.jit.is_tracing())
-        return None if traces or _torch.transforms_active() else call_fused(FUSED[func], logits, args, kwargs)
+        return None if traces else call_fused(FUSED[func], logits, args, kwargs)
     # accelerate casts a model's outputs
-    if (
-        func not in STEPS
-        or _torch.transforms_active()
-        or not cell.call.forward.recording
-        and func not in (T.to, T.float)
-    ):
+    if func not in STEPS or not cell.call.forward.recording and func not in (T.to, T.float):
         return None
     record = next_record(cell.record, STEPS[func], args, kwargs)
     if record is None:

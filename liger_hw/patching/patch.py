@@ -185,7 +185,7 @@ def _matches_of(module, flags, memory):
     try:
         match, reason = recognise(module, memory)
     except Exception as error:  # of the module's own code, such as a property
-        match, reason = None, f"raises {type(error).__name__}: {error}"
+        match, reason = None, f"raises {type(error).__name__}: {error}".partition("\n")[0]
     if match is None:
         return [], reason
     if not flags.get(flag_of(match), True):

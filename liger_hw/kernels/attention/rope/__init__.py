@@ -107,7 +107,7 @@ def _pairs(x, neighbours):
 
 
 def _in_memory_order(x, cos, sin, *options):
-    if x.stride(1) >= x.stride(2):
+    if not heads_inside(x, 1):
         return _rotated(x, cos, sin, *options)
     return _rotated(*(t.transpose(1, 2) for t in (x, cos, sin)), *options).transpose(1, 2)
 
