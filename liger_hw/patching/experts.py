@@ -91,11 +91,14 @@ def _gate_of(original, op_name, options, names, unchanged):
     def _apply_gate(self, gate_up_out):
         if not unchanged(self) or not witnesses.cover(gate_up_out):
             return original._apply_gate(self, gate_up_out)
-        if takes_whole_rows:
-            return op(gate_up_out, interleaved=interleaved, **options, **gates.numbers(self, names))
-        gate, up = split(gate_up_out)
-        more = gates.numbers(self, names) if takes_numbers else {"in_place": gate.stride(-1) == 1}
-        return op(gate, up, **options, **more)
+        try:
+            if takes_whole_rows:
+                return op(gate_up_out, interleaved=interleaved, **options, **gates.numbers(self, names))
+            gate, up = split(gate_up_out)
+            more = gates.numbers(self, names) if takes_numbers else {"in_place": gate.stride(-1) == 1}
+            return op(gate, up, **options, **more)
+        except ValueError:  # a limit that the op does not take
+            return original._apply_gate(self, gate_up_out)
 
     return _apply_gate
 

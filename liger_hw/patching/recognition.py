@@ -6,6 +6,7 @@ They match if their results are bitwise equal, dtype included (LayerNorm allows 
 
 import dataclasses
 import functools
+import types
 from typing import NamedTuple
 
 from liger_hw._torch import CALL, without_modes
@@ -21,7 +22,7 @@ from liger_hw.patching.norms import match_norm
 from liger_hw.patching.pins import Incomparable, attribute_pins, fact, reads
 from liger_hw.patching.probing import direct_parameters, positional_inputs
 from liger_hw.patching.projection import is_projection
-from liger_hw.patching.reading import read
+from liger_hw.patching.reading import read, read_function
 from liger_hw.patching.rotary import find_rotation, match_rotary, rotary_functions
 from liger_hw.patching.sorted_experts import match_sorted_experts
 from liger_hw.patching.swapping import patched_class
@@ -126,6 +127,11 @@ def _reason_against_probes(module, memory):
     for name, child in module.named_children():
         cls = original_class(child)
         if not (is_projection(child) or is_known(cls)) and (reason := memory.code(cls).reason):
+            return f"the code of its {name} {reason}"
+    for name, value in vars(module).items():
+        function = value.func if isinstance(value, functools.partial) else value
+        is_written = isinstance(function, types.FunctionType) and not is_known(function)
+        if is_written and reads(code.names, name) and (reason := read_function(function).reason):
             return f"the code of its {name} {reason}"
     return None
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import random
 
 import numpy as np
@@ -295,12 +296,19 @@ def tapped(self, x, more=None):
     return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
+def tap(x):
+    Tap.calls.append(1)
+    return F.silu(x)
+
+
 def experts(act_fn=None, cls=moe.Qwen3MoeExperts):
     sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 4, "num_hidden_layers": 1}
     config = moe.Qwen3MoeConfig(**sizes, intermediate_size=64, num_attention_heads=4, vocab_size=64)
     config._experts_implementation = "grouped_mm"
     module = cls(config)
-    module.act_fn = act_fn or module.act_fn
+    if act_fn is not None:
+        del module.act_fn
+        module.act_fn = act_fn
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.1)
     return module
@@ -314,9 +322,9 @@ def without_a_gate(act_fn):
     return module
 
 
-def counting_mlp(forward):
+def counting_mlp(act, forward=lambda self, x: tapped(self, x)):
     mlp = module_like(MLP, forward)
-    mlp.act = Tap()
+    mlp.act = act
     return mlp
 
 
@@ -340,8 +348,11 @@ def gated_norm():
 
 
 COUNTING = {
-    "MLP": lambda: counting_mlp(lambda self, x: tapped(self, x)),
-    "MLP of two inputs": lambda: counting_mlp(tapped),
+    "MLP": lambda: counting_mlp(Tap()),
+    "MLP with a function": lambda: counting_mlp(tap),
+    "MLP with a partial function": lambda: counting_mlp(functools.partial(tap)),
+    "experts with a function": lambda: experts(tap),
+    "MLP of two inputs": lambda: counting_mlp(Tap(), tapped),
     "norm of two inputs": gated_norm,
     "experts": lambda: experts(Tap()),
     "experts without a gate": lambda: without_a_gate(Tap()),
@@ -402,6 +413,22 @@ class Limited(moe.Qwen3MoeExperts):
         gate, up = gate_up.chunk(2, -1)
         limit = min(self.limit, 1.0)
         return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+class Clamped(Limited):
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+
+@pytest.mark.parametrize("limit", [7.0, 0.0])
+def test_a_limit_that_the_op_does_not_take(limit):
+    plain = experts(cls=Clamped)
+    patched = copy.deepcopy(plain)
+    assert liger_hw.patch(patched).replaced
+    plain.limit = patched.limit = limit
+    x = torch.randn(5, 96)
+    torch.testing.assert_close(patched._apply_gate(x), plain._apply_gate(x))
 
 
 def test_a_limit_of_experts():
