@@ -25,12 +25,13 @@ OP_MODULES = (  # below both ops and transformers
     "vocab_parallel_cross_entropy",
 )  # fmt: skip
 
+FAMILY_FORWARDS = tuple(f"transformers.model.{family}" for family in (*FAMILIES, "hunyuan_v1"))
+
 MODULES = {  # module of liger_kernel -> modules of this library with its names, in search order
-    "": ("stand_in.backends",),
-    "backends": ("stand_in.backends",),
-    "backends.dispatch": ("stand_in.backends",),
-    "backends.capability": (),
-    "backends.registry": (),
+    **dict.fromkeys(
+        ("", "backends", "backends.dispatch", "ops.backends", "ops.backends.registry"), ("stand_in.backends",)
+    ),
+    **dict.fromkeys(("backends.capability", "backends.registry", "ops.experimental", "transformers.model"), ()),
     "chunked_loss": ("chunked_loss",),
     "chunked_loss.functional": ("chunked_loss.functional", "stand_in.loss_functions"),
     **{
@@ -45,17 +46,13 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
         f"megatron{module}": ("stand_in.megatron",)
         for module in ("", ".cross_entropy", ".monkey_patch", ".rms_norm", ".swiglu")
     },
-    "ops": OPS,
-    "ops.backends": ("stand_in.backends",),
-    "ops.backends.registry": ("stand_in.backends",),
+    **dict.fromkeys(("ops", "ops.experimental.embedding", "ops.fused_linear_scaled_cross_entropy"), OPS),
+    **{f"ops.{name}": OPS for name in (*OP_MODULES, "attn_res", "fused_moe", "grpo_loss")},
     "ops.configure": ("stand_in.configure",),
-    "ops.experimental": (),
-    "ops.experimental.embedding": OPS,
     "ops.experimental.mm_int8int2": ("stand_in.mm_int8int2",),
     "ops.utils": ("stand_in.ops_utils",),
-    **{f"ops.{name}": OPS for name in (*OP_MODULES, "attn_res", "fused_moe", "grpo_loss")},
-    "ops.fused_linear_scaled_cross_entropy": OPS,
     "transformers": ("transformers",),
+    **{f"transformers.{name}": TRANSFORMERS_MODULES for name in OP_MODULES},
     "transformers.auto_model": ("transformers.auto_model", "transformers.monkey_patch"),
     "transformers.experimental": ("transformers.op_modules",),
     "transformers.experimental.embedding": ("transformers.op_modules", "stand_in.ops"),
@@ -64,109 +61,93 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
     "transformers.grpo_loss": (
         "transformers.grpo_loss", "chunked_loss.fused_linear_ppo", "chunked_loss.grpo_loss", "stand_in.ops"
     ),
-    "transformers.model": (),
-    **{f"transformers.model.{family}": FAMILY_MODULES for family in (*FAMILIES, "hunyuan_v1")},
+    **dict.fromkeys(FAMILY_FORWARDS, FAMILY_MODULES),
     "transformers.model.loss_utils": ("transformers.loss_utils",),
     "transformers.model.output_classes": ("patching.output_classes",),
     "transformers.monkey_patch": ("transformers.monkey_patch", "stand_in.utils", *TRANSFORMERS_MODULES),
     "transformers.trainer": ("stand_in.orpo_trainer",),
     "transformers.trainer.orpo_trainer": ("stand_in.fsdp", "stand_in.orpo_trainer"),
     "transformers.trainer_integration": ("transformers.monkey_patch",),
-    **{f"transformers.{name}": TRANSFORMERS_MODULES for name in OP_MODULES},
-    "triton": ("stand_in.triton_cache",),
-    "triton.monkey_patch": ("stand_in.triton_cache",),
+    **dict.fromkeys(("triton", "triton.monkey_patch"), ("stand_in.triton_cache",)),
     "utils": ("stand_in.utils",),
 }  # fmt: skip
 
 PATCH = "use liger_hw.patch(model), which computes the loss of any model without its logits"
+PATCH_PART = "use liger_hw.patch(module), which replaces it by {}"
 REGISTER = "an op of liger_hw takes another implementation by its own register, as in liger_hw.rms_norm.register"
 UNSHARDED = "use liger_fused_linear_scaled_cross_entropy, whose weight is not sharded"
 APPLY = "use {}.apply of the same module, which torch differentiates"
 KERNEL = "it is a kernel of liger_kernel's; use an autograd function of the same module, or the op of liger_hw"
 BLOCK = "it is the widest block of liger_kernel's kernels; liger_kernel.ops.utils.calculate_settings chooses a launch"
-PARTS = {  # function of `monkey_patch` that patches one module -> flag of `patch`
-    "_patch_geglu_module": "geglu", "_patch_layer_norm_module": "layer_norm", "_patch_rms_norm_module": "rms_norm",
-    "_patch_swiglu_module": "swiglu",
+TUNES = "it tunes kernels of liger_kernel's; liger_hw.backends describes a device"
+PASSES = {  # op whose separate passes this library lacks -> its function
+    "attn_res": "LigerAttnResFunction", "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
+    "fused_ce_tvd": "LigerFusedCETVDFunction", "group_norm": "LigerGroupNormFunction",
+    "layer_norm": "LigerLayerNormFunction", "modulated_rms_norm": "LigerModulatedRMSNormFunction",
+    "poly_norm": "LigerPolyNormFunction", "rms_norm": "LigerRMSNormFunction",
 }  # fmt: skip
-_FORWARD_AND_BACKWARD = {  # op whose separate passes this library lacks -> its function
-    "attn_res": "LigerAttnResFunction",
-    "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
-    "fused_ce_tvd": "LigerFusedCETVDFunction",
-    "group_norm": "LigerGroupNormFunction",
-    "layer_norm": "LigerLayerNormFunction",
-    "modulated_rms_norm": "LigerModulatedRMSNormFunction",
-    "poly_norm": "LigerPolyNormFunction",
-    "rms_norm": "LigerRMSNormFunction",
-}
-_LAUNCHES = {  # module of ops -> (its function, kernel launches that this library lacks)
-    "dyt": ("LigerDyTFunction", ("liger_dyt_bwd", "liger_dyt_fwd")),
-    "fused_moe": ("LigerFusedMoEFunction", ("compute_routing_metadata",)),
-    "fused_neighborhood_attention": (
-        "LigerFusedNeighborhoodAttentionFunction", ("fused_neighborhood_attention_forward",)
+LAUNCHES = {  # (module of ops, its function) -> kernel launches that this library lacks
+    ("dyt", "LigerDyTFunction"): ("liger_dyt_bwd", "liger_dyt_fwd"),
+    ("fused_moe", "LigerFusedMoEFunction"): ("compute_routing_metadata",),
+    ("fused_neighborhood_attention", "LigerFusedNeighborhoodAttentionFunction"): (
+        "fused_neighborhood_attention_forward",
     ),
-    "fused_ce_tvd": ("LigerFusedCETVDFunction", ("get_num_warps",)),
-    "fused_linear_kl_div": ("LigerFusedLinearKLDivFunction", ("get_num_warps",)),
-    "kl_div": ("LigerKLDivLossFunction", ("get_num_warps", "kldiv_backward_triton", "kldiv_forward_triton")),
-    "mhc": (
-        "LigerMHCCoeffsFunction",
-        (
-            "mhc_mm_norm_bwd", "mhc_mm_norm_fwd", "mhc_post_res_bwd", "mhc_post_res_fwd", "mhc_pre_bwd", "mhc_pre_fwd",
-            "mhc_sinkhorn_bwd", "mhc_split_sinkhorn_fwd",
-        ),
+    ("fused_ce_tvd", "LigerFusedCETVDFunction"): ("get_num_warps",),
+    ("fused_linear_kl_div", "LigerFusedLinearKLDivFunction"): ("get_num_warps",),
+    ("kl_div", "LigerKLDivLossFunction"): ("get_num_warps", "kldiv_backward_triton", "kldiv_forward_triton"),
+    ("mhc", "LigerMHCCoeffsFunction"): (
+        "mhc_mm_norm_bwd", "mhc_mm_norm_fwd", "mhc_post_res_bwd", "mhc_post_res_fwd", "mhc_pre_bwd", "mhc_pre_fwd",
+        "mhc_sinkhorn_bwd", "mhc_split_sinkhorn_fwd",
     ),
-    "mlp": ("LigerMLPFunction", ("gemm_swiglu", "get_bucket_m", "swiglu_backward_dGU", "swiglu_backward_dI")),
-    "tvd": ("LigerTVDLossFunction", ("get_num_warps", "tv_distance_forward_triton", "tvd_backward_triton")),
+    ("mlp", "LigerMLPFunction"): ("gemm_swiglu", "get_bucket_m", "swiglu_backward_dGU", "swiglu_backward_dI"),
+    ("tvd", "LigerTVDLossFunction"): ("get_num_warps", "tv_distance_forward_triton", "tvd_backward_triton"),
 }  # fmt: skip
 
-INSTEAD = {  # (module of liger_kernel, name in it that this library lacks) -> replacement to use
-    **{
-        (module, f"{op}_{direction}"): APPLY.format(function)
-        for op, function in _FORWARD_AND_BACKWARD.items()
-        for module in ("ops", f"ops.{op}")
-        for direction in ("forward", "backward")
-    },
-    **{
-        (f"ops.{module}", name): APPLY.format(function)
-        for module, (function, names) in _LAUNCHES.items()
-        for name in names
-    },
-    **{
-        (f"transformers.model.{family}", name): PATCH
-        for family in (*FAMILIES, "hunyuan_v1")
-        for name in (
-            "causal_forward", "lce_forward", "lce_forward_conditional_generation", "lce_forward_for_multimodal",
-            "lce_maybe_trainable_lm_head", "multimodal_forward",
-        )
-    },
-    **{
-        (module, name): REGISTER
-        for module in ("backends", "backends.capability", "backends.dispatch", "backends.registry", "ops.backends",
-                       "ops.backends.registry", "ops")
-        for name in (
-            "Capability", "ImplInfo", "OpImpl", "all_registered_ops", "declare_op_locations", "emit_fallback_warning",
-            "get_discovery_failures", "get_registered", "list_registered", "register_impl", "register_op",
-            "resolve_backend", "resolve_impl", "select_impl",
-        )
-    },
-    **{
-        (module, "LigerFusedLinearScaledCrossEntropyTPFunction"): UNSHARDED
-        for module in ("ops", "ops.fused_linear_scaled_cross_entropy", "transformers.functional")
-    },
-    ("transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp"): UNSHARDED,
-    **{
-        ("transformers.monkey_patch", name): f"use liger_hw.patch(module), which replaces it by {op}"
-        for name, op in PARTS.items()
-    },
-    ("transformers.monkey_patch", "_bind_method_to_module"): "use types.MethodType, or liger_hw.patch(module)",
-    **{("transformers.monkey_patch", f"{family}_lce_forward"): PATCH for family in FAMILIES},
-    **{(f"ops.{module}", "MAX_FUSED_SIZE"): BLOCK for module in (*OP_MODULES, "utils")},
-    ("ops.fused_moe", "BLOCK_M_TOKEN"): BLOCK,
-    ("ops.swiglu", "silu"): KERNEL,
-    ("ops.experimental.mm_int8int2", "get_autotune_config"): "liger-hw tune int2_matmul measures launches",
-    ("ops.vocab_parallel_cross_entropy", "validate_formula_and_mode"): "LigerVocabParallelCEFunction.apply checks both",
-    ("triton.monkey_patch", "LigerTritonFileCacheManager"): "use Triton's own cache manager",
-    **{
-        ("ops.utils", name): "it tunes kernels of liger_kernel's; liger_hw.backends describes a device"
-        for name in ("get_npu_core_count", "set_large_grf_mode")
-    },
-}  # fmt: skip
+LACKING = [  # (modules of liger_kernel, names in them that this library lacks, replacement to use)
+    *(
+        (("ops", f"ops.{op}"), (f"{op}_forward", f"{op}_backward"), APPLY.format(function))
+        for op, function in PASSES.items()
+    ),
+    *(((f"ops.{module}",), names, APPLY.format(function)) for (module, function), names in LAUNCHES.items()),
+    (
+        FAMILY_FORWARDS,
+        ("causal_forward", "lce_forward", "lce_forward_conditional_generation", "lce_forward_for_multimodal",
+         "lce_maybe_trainable_lm_head", "multimodal_forward"),
+        PATCH,
+    ),
+    (
+        ("backends", "backends.capability", "backends.dispatch", "backends.registry", "ops.backends",
+         "ops.backends.registry", "ops"),
+        ("Capability", "ImplInfo", "OpImpl", "all_registered_ops", "declare_op_locations", "emit_fallback_warning",
+         "get_discovery_failures", "get_registered", "list_registered", "register_impl", "register_op",
+         "resolve_backend", "resolve_impl", "select_impl"),
+        REGISTER,
+    ),
+    (
+        ("ops", "ops.fused_linear_scaled_cross_entropy", "transformers.functional"),
+        ("LigerFusedLinearScaledCrossEntropyTPFunction",), UNSHARDED,
+    ),
+    (("transformers.functional",), ("liger_fused_linear_scaled_cross_entropy_tp",), UNSHARDED),
+    *(
+        (("transformers.monkey_patch",), (f"_patch_{flag}_module",), PATCH_PART.format(flag))
+        for flag in ("geglu", "layer_norm", "rms_norm", "swiglu")
+    ),
+    (
+        ("transformers.monkey_patch",), ("_bind_method_to_module",),
+        "use types.MethodType, or liger_hw.patch(module)",
+    ),
+    (("transformers.monkey_patch",), tuple(f"{family}_lce_forward" for family in FAMILIES), PATCH),
+    (tuple(f"ops.{module}" for module in (*OP_MODULES, "utils")), ("MAX_FUSED_SIZE",), BLOCK),
+    (("ops.fused_moe",), ("BLOCK_M_TOKEN",), BLOCK),
+    (("ops.swiglu",), ("silu",), KERNEL),
+    (("ops.experimental.mm_int8int2",), ("get_autotune_config",), "liger-hw tune int2_matmul measures launches"),
+    (
+        ("ops.vocab_parallel_cross_entropy",), ("validate_formula_and_mode",),
+        "LigerVocabParallelCEFunction.apply checks both",
+    ),
+    (("triton.monkey_patch",), ("LigerTritonFileCacheManager",), "use Triton's own cache manager"),
+    (("ops.utils",), ("get_npu_core_count", "set_large_grf_mode"), TUNES),
+]  # fmt: skip
+INSTEAD = {  # (module of liger_kernel, name) -> replacement
+    (module, name): advice for modules, names, advice in LACKING for module in modules for name in names
+}
