@@ -3,8 +3,6 @@
 from liger_hw.chunked_loss.functional import liger_fused_linear_cosine, liger_fused_linear_jsd
 from liger_hw.losses.options import OptionsModule
 
-__all__ = ["LigerFusedLinearCosineSimilarityLoss", "LigerFusedLinearJSDLoss"]
-
 
 class _Distillation(OptionsModule):
     """Distil a teacher's output layer into a student's.

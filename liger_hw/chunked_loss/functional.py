@@ -14,11 +14,6 @@ from liger_hw.losses.policy import OBJECTIVES, PolicyOptions, policy_loss
 from liger_hw.losses.preference import preference_loss, unpaired_preference_loss
 from liger_hw.losses.preference_formulas import PAIR_LOSSES, Pairs, log_odds_ratio
 
-__all__ = [
-    "liger_fused_linear_cosine", "liger_fused_linear_cpo", "liger_fused_linear_dpo", "liger_fused_linear_grpo",
-    "liger_fused_linear_jsd", "liger_fused_linear_kto", "liger_fused_linear_orpo", "liger_fused_linear_simpo",
-]  # fmt: skip
-
 
 def _with_metrics(function, *args, **options):
     """Call a preference loss; return (loss, tuple of the metrics)."""

@@ -7,8 +7,6 @@ from liger_hw.chunked_loss.functional import items_per_rank, reference_of
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
 
-__all__ = ["LigerFusedLinearPPOBase"]
-
 IGNORED = -1  # no token has this value: the loss gets the mask
 
 

@@ -4,8 +4,6 @@ from liger_hw.chunked_loss.custom_loss import CustomLoss, joined, keep_gradients
 from liger_hw.chunked_loss.functional import reference_of
 from liger_hw.losses.preference import preference_loss
 
-__all__ = ["LigerFusedLinearPreferenceBase"]
-
 
 class LigerFusedLinearPreferenceBase(CustomLoss):
     """Base class: define `preference_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.

@@ -4,8 +4,6 @@ from liger_hw.chunked_loss.custom_loss import CustomLoss, joined, keep_gradients
 from liger_hw.chunked_loss.functional import reference_of
 from liger_hw.losses.preference import unpaired_preference_loss
 
-__all__ = ["LigerFusedLinearUnpairedPreferenceBase"]
-
 
 class LigerFusedLinearUnpairedPreferenceBase(CustomLoss):
     """Base class: define `preference_loss_fn`, and call `super().forward(cls, ctx, ...)` in `forward`.

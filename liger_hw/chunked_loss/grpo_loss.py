@@ -7,8 +7,6 @@ from liger_hw.chunked_loss.functional import check_grpo_options, liger_fused_lin
 from liger_hw.losses.options import OptionsModule
 from liger_hw.losses.policy import KL, PolicyOptions, vespo_weights
 
-__all__ = ["LigerFusedLinearGRPOLoss", "clip_coef_fn", "get_gamma_weights", "k3_loss_fn", "sapo_loss_fn"]
-
 
 def k3_loss_fn(log_p, log_q):
     """Estimate the KL of q from p by k3, for each token."""

@@ -6,11 +6,6 @@ The functions in `functional` have the same arguments; `liger_hw.losses.preferen
 from liger_hw.chunked_loss import functional
 from liger_hw.losses.options import OptionsModule
 
-__all__ = [
-    "LigerFusedLinearCPOLoss", "LigerFusedLinearDPOLoss", "LigerFusedLinearKTOLoss", "LigerFusedLinearORPOLoss",
-    "LigerFusedLinearSimPOLoss",
-]  # fmt: skip
-
 
 class LigerFusedLinearDPOLoss(OptionsModule):
     """DPO and the other pair losses of `PAIR_LOSSES`; liger_kernel lacks "ipo", "aot" and "aot_pair".

@@ -109,7 +109,8 @@ def _look_up(module, name):
 def _public(sources):
     for source in sources:
         module = importlib.import_module(f"liger_hw.{source}")
-        yield from getattr(module, "__all__", dir(module))
+        names = getattr(module, "__all__", vars(module))
+        yield from (name for name in names if not isinstance(vars(module).get(name), types.ModuleType))
 
 
 _FINDER = _Finder()

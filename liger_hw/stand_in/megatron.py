@@ -19,10 +19,6 @@ from liger_hw.stand_in.function_class import function_class
 from liger_hw.stand_in.ops import LigerFusedGateUpSiLUMulFunction
 from liger_hw.transformers.op_modules import LigerVocabParallelCrossEntropy
 
-__all__ = [
-    "LigerMegatronCrossEntropy", "LigerMegatronRMSNorm", "LigerMegatronSwiGLU", "apply_liger_kernel_to_megatron",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 FUSED_LOSS = "megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy"

@@ -15,8 +15,6 @@ except ImportError:  # before TRL 1.0
     except ImportError as error:
         raise ImportError("LigerORPOTrainer needs the package trl: pip install trl") from error
 
-__all__ = ["LigerORPOTrainer"]
-
 PADDING = -100
 
 

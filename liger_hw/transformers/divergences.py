@@ -6,11 +6,6 @@ from liger_hw.kernels.vocabulary.cross_entropy_tvd import cross_entropy_tvd
 from liger_hw.losses.options import OptionsModule
 from liger_hw.transformers import functional
 
-__all__ = [
-    "LigerFusedCETVDLoss", "LigerFusedLinearJSD", "LigerFusedLinearKLDivLoss", "LigerJSD", "LigerKLDIVLoss",
-    "LigerTVDLoss",
-]  # fmt: skip
-
 
 class LigerJSD(OptionsModule):
     """`liger_hw.jsd` of log-probabilities log_q (N, V) of the student and log_p of the teacher.

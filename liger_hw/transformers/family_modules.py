@@ -8,14 +8,6 @@ from liger_hw.patching.projection import project_down
 from liger_hw.transformers.modules import GatedProjections, LigerGEGLUMLP, LigerRMSNorm, LigerSwiGLUMLP, require_silu
 from liger_hw.transformers.tiled_mlp import tiled
 
-__all__ = [
-    "LigerBlockSparseTop2MLP", "LigerExperts", "LigerFalconH1MLP", "LigerFalconH1SwiGLUMLP", "LigerGEGLUMLPForGemma4",
-    "LigerHunyuanV1SwiGLUMLP", "LigerMLP", "LigerPhi3SwiGLUMLP", "LigerQwen3MoeSwiGLUMLP", "LigerRMSNormForGemma",
-    "LigerRMSNormForGemma2", "LigerRMSNormForGemma3", "LigerRMSNormForGemma4", "LigerRMSNormForGlm4",
-    "LigerRMSNormForMuseGlimmer", "LigerRMSNormForMuseGlimmerTextCentered", "LigerRMSNormForOlmo2",
-    "LigerRMSNormForQwen3Next", "LigerSwiGLUMLPForMuseGlimmer", "LigerTiledGEGLUMLP", "LigerTiledSwiGLUMLP",
-]  # fmt: skip
-
 
 class LigerRMSNormForGemma(LigerRMSNorm):
     """`LigerRMSNorm` with 1 + weight and one rounding."""

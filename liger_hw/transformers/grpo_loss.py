@@ -3,8 +3,6 @@
 from liger_hw.chunked_loss.functional import items_per_rank, policy_options
 from liger_hw.losses.policy import OBJECTIVES, PolicyOptions, policy_loss_of_logits, token_weights
 
-__all__ = ["triton_grpo_loss"]
-
 
 def triton_grpo_loss(
     logits, old_logp, ref_logp, completion_ids, advantages, completion_mask=None, temperature=0.9, beta=0.04,

@@ -18,15 +18,9 @@ from liger_hw.kernels.norms.rms_norm import fused_add_rms_norm, rms_norm
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.losses.options import OptionsModule
 from liger_hw.patching.projection import project_down
-from liger_hw.transformers.functional import liger_cross_entropy
-from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
+from liger_hw.transformers.functional import liger_cross_entropy, liger_rope
 
-__all__ = [
-    "LigerCrossEntropyLoss", "LigerDyT", "LigerFusedAddRMSNorm", "LigerFusedLinearCrossEntropyLoss", "LigerGEGLUMLP",
-    "LigerGroupNorm", "LigerL2Norm", "LigerLayerNorm", "LigerModulatedRMSNorm", "LigerPolyNorm", "LigerRMSNorm",
-    "LigerSwiGLUMLP", "liger_rotary_pos_emb",
-]  # fmt: skip
-
+liger_rotary_pos_emb = liger_rope
 INITIALISERS = {"ones": torch.ones, "zeros": torch.zeros}
 
 

@@ -12,12 +12,6 @@ from liger_hw.transformers import functional
 from liger_hw.transformers.modules import LigerLayerNorm
 from liger_hw.transformers.vocab_parallel import check_smoothing, vocab_parallel_cross_entropy
 
-__all__ = [
-    "LigerEmbedding", "LigerFusedNeighborhoodAttention", "LigerFusedNeighborhoodAttentionConfig",
-    "LigerFusedNeighborhoodAttentionLayer", "LigerMHC", "LigerMultiTokenAttention", "LigerReLUSquared", "LigerSoftmax",
-    "LigerSparsemax", "LigerVocabParallelCrossEntropy",
-]  # fmt: skip
-
 
 class LigerReLUSquared(nn.Module):
     """relu(x) squared."""

@@ -3,14 +3,9 @@
 from liger_hw.kernels.attention.rope import rope
 from liger_hw.patching.flags import FLAGS
 from liger_hw.patching.patch import patch
-from liger_hw.transformers.functional import liger_qwen2vl_mrope as liger_multimodal_rotary_pos_emb
-from liger_hw.transformers.functional import liger_rope as liger_rotary_pos_emb
+from liger_hw.transformers.functional import liger_qwen2vl_mrope, liger_rope
 
-__all__ = [
-    "apply_liger_llama4_rope_full", "liger_llama4_text_rotary_pos_emb", "liger_llama4_vision_rotary_pos_emb",
-    "liger_multimodal_rotary_pos_emb", "liger_rotary_pos_emb", "liger_rotary_pos_emb_gpt_oss",
-    "liger_rotary_pos_emb_vision",
-]  # fmt: skip
+liger_multimodal_rotary_pos_emb, liger_rotary_pos_emb = liger_qwen2vl_mrope, liger_rope
 
 
 def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin):
