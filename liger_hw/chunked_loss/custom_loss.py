@@ -8,8 +8,8 @@ import torch
 from liger_hw._torch import without_saved_tensors_hooks
 
 
-def with_gradients(function, *tensors, grad_output=None):
-    """Call `function(*tensors)` and differentiate its first output, before a loss scale is known.
+def with_gradients(function, tensors, *arguments, grad_output=None):
+    """Call `function(*tensors, *arguments)` and differentiate its first output, before a loss scale is known.
 
     In fp16, also that of autocast, the function gets fp32 tensors and returns fp32 gradients: those rounded to fp16
     would underflow. Autograd rounds a gradient to its tensor's dtype after the multiplication by the loss scale.
@@ -17,6 +17,7 @@ def with_gradients(function, *tensors, grad_output=None):
     Args:
         function: returns the loss, or (loss, *others).
         tensors: each may be None.
+        arguments: constants.
         grad_output: gradient of the first output; ones by default.
 
     Returns:
@@ -27,7 +28,7 @@ def with_gradients(function, *tensors, grad_output=None):
         enabled = False
         tensors = [t if t is None else t.detach().float().requires_grad_(t.requires_grad) for t in tensors]
     with torch.autocast(tensors[0].device.type, enabled=enabled), without_saved_tensors_hooks():
-        loss, others, leaves = _with_graph(function, tensors)
+        loss, others, leaves = _with_graph(function, tensors, *arguments)
         grad_output = torch.ones_like(loss) if grad_output is None else grad_output.to(loss.dtype)
         return (loss.detach(), *others), _gradients(loss, leaves, grad_output)
 
@@ -54,7 +55,7 @@ def keep_gradients(ctx, function, *tensors):
         loss, others, leaves = _with_graph(function, tensors)
         ctx.graph = loss, leaves
         return loss.detach(), *others
-    outputs, gradients = with_gradients(function, *tensors)
+    outputs, gradients = with_gradients(function, tensors)
     ctx.save_for_backward(*gradients)
     return outputs
 
@@ -82,11 +83,11 @@ class CustomLoss(torch.autograd.Function):
         return grad_input, grad_weight, *[None] * (cls.bias_at - 2), grad_bias
 
 
-def _with_graph(function, tensors):
+def _with_graph(function, tensors, *arguments):
     """Call `function` on detached leaves with the tensors' requires_grad: (loss, others, leaves)."""
     leaves = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in tensors]
     with torch.set_grad_enabled(any(leaf is not None and leaf.requires_grad for leaf in leaves)):
-        returned = function(*leaves)
+        returned = function(*leaves, *arguments)
     loss, *others = returned if isinstance(returned, tuple) else (returned,)
     return loss, others, leaves
 

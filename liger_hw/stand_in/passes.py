@@ -32,10 +32,8 @@ def fused_linear_cross_entropy_forward(
     """
     grad_input = _input.requires_grad if compute_gradients is None else compute_gradients
     grad_weight = grad_input and (weight.requires_grad if weight_requires_grad is None else weight_requires_grad)
-    tensors = [None if x is None else x.detach() for x in (_input, weight, bias)]
-    for tensor, needed in zip(tensors, (grad_input, grad_weight, grad_weight)):
-        if tensor is not None:
-            tensor.requires_grad_(needed)
+    needed = grad_input, grad_weight, grad_weight
+    tensors = [x if x is None else x.detach().requires_grad_(n) for x, n in zip((_input, weight, bias), needed)]
 
     def loss_of(x, weight, bias):
         return ops.LigerFusedLinearCrossEntropyFunction.apply(
@@ -44,7 +42,7 @@ def fused_linear_cross_entropy_forward(
             chunk_mem_const=chunk_mem_const,
         )  # fmt: skip
 
-    outputs, gradients = with_gradients(loss_of, *tensors, grad_output=token_grad_output)
+    outputs, gradients = with_gradients(loss_of, tensors, grad_output=token_grad_output)
     return *outputs, *gradients
 
 
@@ -62,14 +60,10 @@ def cross_entropy_forward(
     Returns:
         (loss, z_loss, token_accuracy, predicted_tokens, gradient (N, V), or `_input` where it requires none).
     """
-
-    def loss_of(logits):
-        return ops.LigerCrossEntropyFunction.apply(
-            logits, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
-            return_token_accuracy, return_predicted_tokens,
-        )  # fmt: skip
-
-    (loss, z_loss, *others), (gradient,) = with_gradients(loss_of, _input)
+    (loss, z_loss, *others), (gradient,) = with_gradients(
+        ops.LigerCrossEntropyFunction.apply, (_input,), target, weight, ignore_index, lse_square_scale,
+        label_smoothing, reduction, softcap, return_z_loss, return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
     loss, z_loss = (t if t is None else t.to(_input.dtype) for t in (loss, z_loss))
     return loss, z_loss, *others, _input if gradient is None else gradient
 
@@ -81,11 +75,8 @@ def cross_entropy_backward(_input, grad_output):
 
 def jsd_forward(_input, target, shift_labels, beta, ignore_index, has_label, jsd_impl=None, jsd_mode=None):
     """Return (loss, gradient of `_input`) of `LigerJSDFunction`."""
-    labels = shift_labels if has_label else None
-    (loss,), (gradient, _) = with_gradients(
-        lambda x, target: functional.liger_jsd(x, target, labels, beta, ignore_index),
-        _input.detach().requires_grad_(), target.detach(),
-    )  # fmt: skip
+    tensors, labels = (_input.detach().requires_grad_(), target.detach()), shift_labels if has_label else None
+    (loss,), (gradient, _) = with_gradients(functional.liger_jsd, tensors, labels, beta, ignore_index)
     return loss.to(_input.dtype), gradient
 
 
@@ -99,15 +90,11 @@ def fused_linear_jsd_forward(
     temperature, jsd_impl=None, jsd_mode=None, accum_dtype=None,
 ):  # fmt: skip
     """Return (loss, gradients of student input and weight) of `LigerFusedLinearJSDFunction`."""
+    tensors = student_input, student_weight, teacher_input.detach(), teacher_weight.detach()
     labels = shift_labels if has_label else None
-
-    def loss_of(x, weight, teacher_x, teacher_weight):
-        return functional.liger_fused_linear_jsd(
-            x, weight, teacher_x, teacher_weight, labels, jsd_beta, ignore_index, temperature, accum_dtype
-        )
-
-    teacher = teacher_input.detach(), teacher_weight.detach()
-    (loss,), gradients = with_gradients(loss_of, student_input, student_weight, *teacher)
+    (loss,), gradients = with_gradients(
+        functional.liger_fused_linear_jsd, tensors, labels, jsd_beta, ignore_index, temperature, accum_dtype
+    )
     return loss, *gradients[:2]
 
 
@@ -121,14 +108,10 @@ def fused_linear_kl_div_forward(
     accum_dtype=None,
 ):  # fmt: skip
     """Return (loss, gradients of student input and weight) of `LigerFusedLinearKLDivFunction`."""
-    labels = shift_labels if has_label else None
-
-    def loss_of(x, weight):
-        return functional.liger_fused_linear_kl_div(
-            x, weight, target, labels, reduction, ignore_index, temperature, eps, accum_dtype
-        )
-
-    (loss,), gradients = with_gradients(loss_of, student_input, student_weight)
+    (loss,), gradients = with_gradients(
+        functional.liger_fused_linear_kl_div, (student_input, student_weight), target,
+        shift_labels if has_label else None, reduction, ignore_index, temperature, eps, accum_dtype,
+    )  # fmt: skip
     return loss, *gradients
 
 
