@@ -21,16 +21,21 @@ from liger_hw.transformers.op_modules import LigerVocabParallelCrossEntropy
 
 logger = logging.getLogger(__name__)
 
-FUSED_LOSS = "megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy"
-UNFUSED_LOSS = "megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"
-SWIGLU = "megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction"
-FUSED_LOSS_COPIES = (  # names that other modules of Megatron import; each version has some of them
+# of an object: its definition, then the names under which other modules of Megatron import it; each version has some
+FUSED_LOSS = (
+    ("megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy"),
     ("megatron.core.models.common.language_module.language_module", "fused_vocab_parallel_cross_entropy"),
     ("megatron.core.models.backends", "_fused_ce"),
 )
-UNFUSED_LOSS_COPIES = (("megatron.core.tensor_parallel", "vocab_parallel_cross_entropy"),)
-BLOCK_NORM = "megatron.core.transformer.transformer_block", "LayerNormImpl"
-BLOCK_NORM_COPIES = (("megatron.core.models.gpt.gpt_layer_specs", "LNImpl"),)
+UNFUSED_LOSS = (
+    ("megatron.core.tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy"),
+    ("megatron.core.tensor_parallel", "vocab_parallel_cross_entropy"),
+)
+BLOCK_NORM = (
+    ("megatron.core.transformer.transformer_block", "LayerNormImpl"),
+    ("megatron.core.models.gpt.gpt_layer_specs", "LNImpl"),
+)
+SWIGLU = "megatron.core.fusions.fused_bias_swiglu", "SwiGLUFunction"
 MARK = "patched_by_liger_hw"
 
 
@@ -169,7 +174,7 @@ def apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=False, swiglu=Fa
 
 
 def _required(module, name, flag):
-    """Return (module, object) of a name that this version of Megatron must have."""
+    """Return (its owner, object) of a name, such as "LocalSpecProvider.layer_norm", that Megatron must have."""
     try:
         owner = importlib.import_module(module)
     except ImportError as error:
@@ -177,23 +182,20 @@ def _required(module, name, flag):
             f"apply_liger_kernel_to_megatron({flag}=True) needs {module}.{name}, and {module} cannot be imported: "
             f"install megatron-core ({error})"
         ) from error
-    if not hasattr(owner, name):
-        raise ImportError(
-            f"apply_liger_kernel_to_megatron({flag}=True) needs {module}.{name}, which the installed megatron-core "
-            f"lacks: pass {flag}=False, or install a version that has it (0.16 does)"
-        )
-    return owner, getattr(owner, name)
+    value = owner
+    for part in name.split("."):
+        owner, value, module = value, getattr(value, part, None), f"{module}.{part}"
+        if value is None:
+            raise ImportError(
+                f"apply_liger_kernel_to_megatron({flag}=True) needs {module}, which the installed megatron-core "
+                f"lacks: pass {flag}=False, or install a version that has it (0.16 does)"
+            )
+    return owner, value
 
 
-def _everywhere(owner, name, copies, replacement):
-    """Yield (module, name, replacement) for the name that `owner` defines and its imported copies."""
-    for place in [(owner, name), *_copies(copies, getattr(owner, name))]:
-        yield *place, replacement
-
-
-def _copies(places, original):
-    """Yield (module, name) of the imported copies of `original` that this version has."""
-    for module, name in places:
+def _places(names, original):
+    """Yield (module, name) of the names of `original` that this version has."""
+    for module, name in names:
         try:
             owner = importlib.import_module(module)
         except ImportError:
@@ -213,20 +215,17 @@ def _is_patched(current):
 
 
 def _norms():
-    _, provider = _required("megatron.core.models.backends", "LocalSpecProvider", "rms_norm")
+    provider, layer_norm = _required("megatron.core.models.backends", "LocalSpecProvider.layer_norm", "rms_norm")
     _, torch_norm = _required("megatron.core.transformer.torch_norm", "WrappedTorchNorm", "rms_norm")
-    block, block_norm = _required(*BLOCK_NORM, "rms_norm")
-    if not hasattr(provider, "layer_norm"):
-        raise ImportError(
-            "apply_liger_kernel_to_megatron(rms_norm=True) needs LocalSpecProvider.layer_norm of "
-            "megatron.core.models.backends, which the installed megatron-core lacks: pass rms_norm=False"
-        )
-    if not _is_patched(provider.layer_norm):
-        yield provider, "layer_norm", _layer_norm(provider.layer_norm)
+    _, block_norm = _required(*BLOCK_NORM[0], "rms_norm")
+    if not _is_patched(layer_norm):
+        yield provider, "layer_norm", _layer_norm(layer_norm)
     if block_norm is torch_norm:
-        yield from _everywhere(block, BLOCK_NORM[1], BLOCK_NORM_COPIES, _final_norm(torch_norm))
+        final_norm = _final_norm(torch_norm)
+        yield from ((*place, final_norm) for place in _places(BLOCK_NORM, torch_norm))
     elif not _is_patched(block_norm):
-        logger.info("%s.%s stays %s, which is not torch's norm", *BLOCK_NORM, getattr(block_norm, "__name__", ""))
+        name = getattr(block_norm, "__name__", "")
+        logger.info("%s.%s stays %s, which is not torch's norm", *BLOCK_NORM[0], name)
 
 
 def _layer_norm(original):
@@ -248,43 +247,29 @@ def _final_norm(original):
 
 
 def _losses():
-    for place, copies, replace in (
-        (FUSED_LOSS, FUSED_LOSS_COPIES, _fused_loss), (UNFUSED_LOSS, UNFUSED_LOSS_COPIES, _unfused_loss),
-    ):  # fmt: skip
-        owner, original = _required(*place, "cross_entropy")
+    def loss(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
+        if tp_group is None:  # released versions pass none to the unfused loss, which looks the group up
+            parallel_state = importlib.import_module("megatron.core.parallel_state")
+            tp_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+        logits = vocab_parallel_logits.reshape(-1, 1, vocab_parallel_logits.shape[-1])
+        module = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
+        return module(logits, target.reshape(-1, 1), tp_group).view(target.shape)
+
+    def fused_loss(vocab_parallel_logits, target, tp_group=None):
+        return loss(vocab_parallel_logits, target, 0.0, tp_group)
+
+    for names, replacement in ((FUSED_LOSS, fused_loss), (UNFUSED_LOSS, loss)):
+        _, original = _required(*names[0], "cross_entropy")
         if _is_patched(original):
             continue
-        if place is FUSED_LOSS and not list(_copies(copies, original)):
+        places = list(_places(names, original))
+        if names is FUSED_LOSS and len(places) == 1:
             logger.warning(
                 "no known module of this megatron-core calls %s.%s: cross_entropy_loss_fusion=True may keep Megatron's "
-                "loss", *place,
+                "loss", *names[0],
             )  # fmt: skip
-        yield from _everywhere(owner, place[1], copies, _marked(replace(original), original))
-
-
-def _fused_loss(original):
-    @functools.wraps(original)
-    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=None):
-        return _cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
-
-    return fused_vocab_parallel_cross_entropy
-
-
-def _unfused_loss(original):
-    @functools.wraps(original)
-    def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
-        return _cross_entropy(vocab_parallel_logits, target, label_smoothing, tp_group)
-
-    return vocab_parallel_cross_entropy
-
-
-def _cross_entropy(logits, target, label_smoothing, group):
-    """Compute the loss of each target over logits (..., V / ranks)."""
-    if group is None:  # released versions pass none to the unfused loss, which looks the group up
-        parallel_state = importlib.import_module("megatron.core.parallel_state")
-        group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-    loss = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
-    return loss(logits.reshape(-1, 1, logits.shape[-1]), target.reshape(-1, 1), group).view(target.shape)
+        marked = _marked(functools.wraps(original)(replacement), original)
+        yield from ((*place, marked) for place in places)
 
 
 def _swiglu():

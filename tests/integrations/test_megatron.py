@@ -287,5 +287,5 @@ def test_without_a_name(monkeypatch, missing):
 
 def test_without_a_method(monkeypatch, megatron):
     monkeypatch.delattr(megatron["models.backends"].LocalSpecProvider, "layer_norm")
-    with pytest.raises(ImportError, match="needs LocalSpecProvider.layer_norm"):
+    with pytest.raises(ImportError, match="needs megatron.core.models.backends.LocalSpecProvider.layer_norm, "):
         apply_liger_kernel_to_megatron()
