@@ -18,6 +18,7 @@ from liger_hw.kernels.norms.rms_norm import rms_norm
 from liger_hw.stand_in.function_class import function_class
 from liger_hw.stand_in.ops import LigerFusedGateUpSiLUMulFunction
 from liger_hw.transformers.op_modules import LigerVocabParallelCrossEntropy
+from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 logger = logging.getLogger(__name__)
 
@@ -252,8 +253,8 @@ def _losses():
             parallel_state = importlib.import_module("megatron.core.parallel_state")
             tp_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         logits = vocab_parallel_logits.reshape(-1, 1, vocab_parallel_logits.shape[-1])
-        module = LigerMegatronCrossEntropy(label_smoothing=label_smoothing)
-        return module(logits, target.reshape(-1, 1), tp_group).view(target.shape)
+        options = {"label_smoothing": label_smoothing, "formula": "megatron", "mode": "partition"}
+        return vocab_parallel_cross_entropy(logits, target.reshape(-1, 1), tp_group, **options).view(target.shape)
 
     def fused_loss(vocab_parallel_logits, target, tp_group=None):
         return loss(vocab_parallel_logits, target, 0.0, tp_group)

@@ -156,7 +156,7 @@ class LigerGroupNorm(nn.Module):
         return f"{self.num_channels}, {self.num_groups}, eps={self.eps}"
 
 
-class LigerL2Norm(nn.Module):
+class LigerL2Norm(OptionsModule):
     """`l2_norm`.
 
     Args:
@@ -165,8 +165,7 @@ class LigerL2Norm(nn.Module):
     """
 
     def __init__(self, eps=1e-6, casting_mode="gemma"):
-        super().__init__()
-        self.eps, self.casting_mode = eps, casting_mode
+        super().__init__(locals())
 
     def forward(self, hidden_states):
         return l2_norm(hidden_states, self.eps, self.casting_mode)

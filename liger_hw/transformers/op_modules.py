@@ -8,6 +8,7 @@ from torch import nn
 
 from liger_hw.checks import check
 from liger_hw.kernels.vocabulary.embedding import embedding
+from liger_hw.losses.options import OptionsModule
 from liger_hw.transformers import functional
 from liger_hw.transformers.modules import LigerLayerNorm
 from liger_hw.transformers.vocab_parallel import check_smoothing, vocab_parallel_cross_entropy
@@ -33,12 +34,11 @@ class LigerSoftmax(nn.Module):
         return functional.liger_softmax(x)
 
 
-class LigerSparsemax(nn.Module):
+class LigerSparsemax(OptionsModule):
     """`liger_hw.sparsemax` along `dim`."""
 
     def __init__(self, dim=-1):
-        super().__init__()
-        self.dim = dim
+        super().__init__(locals())
 
     def forward(self, x):
         return functional.liger_sparsemax(x, self.dim)
@@ -131,7 +131,7 @@ class LigerFusedNeighborhoodAttentionConfig:
         return dict(vars(self))
 
 
-class LigerMHC(nn.Module):
+class LigerMHC(OptionsModule):
     """Hyper-connections of streams (..., hc, c) around `layer`: (..., c) -> (..., c).
 
     Args:
@@ -144,10 +144,7 @@ class LigerMHC(nn.Module):
         self, layer, *, hc, c, tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0,
         phi_dtype=torch.float16, allow_fp32=False,
     ):  # fmt: skip
-        super().__init__()
-        self.layer, self.hc, self.c, self.allow_fp32 = layer, hc, c, allow_fp32
-        self.tmax, self.rms_eps, self.pre_eps = tmax, rms_eps, pre_eps
-        self.sinkhorn_eps, self.post_mult = sinkhorn_eps, post_mult
+        super().__init__(locals())
         parameter = next(layer.parameters(), None)
         device = None if parameter is None else parameter.device
         width = hc * hc + 2 * hc
@@ -168,12 +165,11 @@ class LigerMHC(nn.Module):
         return f"hc={self.hc}, c={self.c}, tmax={self.tmax}"
 
 
-class LigerEmbedding(nn.Module):
+class LigerEmbedding(OptionsModule):
     """`liger_hw.embedding` of a weight (num_embeddings, embedding_dim)."""
 
     def __init__(self, num_embeddings, embedding_dim, padding_idx=None):
-        super().__init__()
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        super().__init__(locals())
         self.weight = nn.Parameter(torch.randn(num_embeddings, embedding_dim))
         if padding_idx is not None:
             self.weight.data[padding_idx] = 0
@@ -182,7 +178,7 @@ class LigerEmbedding(nn.Module):
         return embedding(self.weight, indices, self.padding_idx)
 
 
-class LigerVocabParallelCrossEntropy(nn.Module):
+class LigerVocabParallelCrossEntropy(OptionsModule):
     """`vocab_parallel_cross_entropy` of logits (S, B, V / ranks) and targets (S, B): fp32 (S, B).
 
     Raises:
@@ -193,12 +189,10 @@ class LigerVocabParallelCrossEntropy(nn.Module):
         self, ignore_index=-100, label_smoothing=0.0, reduction="none", label_smoothing_formula="pytorch",
         label_smoothing_mode="global",
     ):  # fmt: skip
-        super().__init__()
+        super().__init__(locals())
         if reduction != "none":
             raise ValueError(f"reduction must be 'none', the loss of each token, got {reduction!r}")
         check_smoothing(label_smoothing, label_smoothing_formula, label_smoothing_mode)
-        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
-        self.label_smoothing_formula, self.label_smoothing_mode = label_smoothing_formula, label_smoothing_mode
 
     def forward(self, vocab_parallel_logits, target, tp_group=None):
         return vocab_parallel_cross_entropy(
@@ -207,5 +201,4 @@ class LigerVocabParallelCrossEntropy(nn.Module):
         )  # fmt: skip
 
     def extra_repr(self):
-        names = ("ignore_index", "label_smoothing", "reduction", "label_smoothing_formula", "label_smoothing_mode")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
