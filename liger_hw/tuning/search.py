@@ -4,7 +4,6 @@ A candidate wins only with the heuristic's results: a fast one may be fast becau
 """
 
 import functools
-import json
 import logging
 import math
 import os
@@ -135,45 +134,28 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
         key = config.key(*numbers)
         if only is not None and key not in only:
             continue
-        times = {}  # candidate as text -> seconds
-
-        def seconds(candidate, key=key, times=times):
-            name = json.dumps(candidate.to_json())
-            if name not in times:
-                times[name] = _seconds(function, key, candidate)
-            return times[name]
-
-        default = config.heuristic(*numbers, device)
-        if seconds(default) == math.inf:  # the compiler refuses it here, and a table may have another
-            default = config(*numbers, device)
-        judge = _Judge(function, key, default)
-
-        def wins(candidate, fastest, seconds=seconds, judge=judge, times=times):
-            if seconds(candidate) >= seconds(fastest):
-                return False
-            if not judge.accepts(candidate):
-                times[json.dumps(candidate.to_json())] = math.inf
-            return seconds(candidate) < math.inf
-
-        best, fastest = None, default
+        search = _Search(function, key, config.heuristic(*numbers, device))
+        if search.seconds(search.default) == math.inf:  # the compiler refuses it here, and a table may have another
+            search.default = config(*numbers, device)
+        best, fastest, default = None, search.default, search.default
         while fastest is not best:
             best = fastest
             near = [best, *neighbours(best)]
-            _compile_ahead(function, key, [c for c in near if json.dumps(c.to_json()) not in times])
+            _compile_ahead(function, key, [c for c in near if c not in search.times])
             for candidate in near:
-                if wins(candidate, fastest):
+                if search.wins(candidate, fastest):
                     fastest = candidate
-                progress(key, len(times), fastest)
+                progress(key, len(search.times), fastest)
         file = file or entries.cache_file(device)
         kept = None
-        if seconds(best) < seconds(default) * (1 - MARGIN):
+        if search.seconds(best) < search.seconds(default) * (1 - MARGIN):
             again, default_again = _seconds(function, key, best), _seconds(function, key, default)
             if again < default_again * (1 - MARGIN):
                 kept = measured_entry(config, best, again, default_again)
         if kept or key in entries.read_table(file):  # a winner of old may have lost to the heuristic
             record(file, {key: kept})
-        measured = {"ms": _ms(seconds(best)), "heuristic_ms": _ms(seconds(default))}
-        report[key] = (kept or measured) | {"candidates": len(times)}
+        measured = {"ms": _ms(search.seconds(best)), "heuristic_ms": _ms(search.seconds(default))}
+        report[key] = (kept or measured) | {"candidates": len(search.times)}
     return report
 
 
@@ -207,15 +189,36 @@ def _seconds(function, key, candidate) -> float:
         return math.inf
 
 
-class _Judge:
-    """Compare the results of candidates with the default's, for the arguments as they are now."""
+class _Search:
+    """Time candidates, and compare their results with the default's.
+
+    The arguments are those of now.
+
+    Attributes:
+        times: candidate -> its seconds; infinite if it cannot run, or computes something else.
+    """
 
     def __init__(self, function, key, default):
-        self.function, self.key, self.default, self.expected = function, key, default, None
+        self.function, self.key, self.default, self.expected, self.times = function, key, default, None, {}
         self.written = getattr(function, "written", ())
         self.before = [x.clone() for x in self.written]
 
-    def accepts(self, candidate) -> bool:
+    def seconds(self, candidate) -> float:
+        """Return the seconds of a candidate, measured once."""
+        if candidate not in self.times:
+            self.times[candidate] = _seconds(self.function, self.key, candidate)
+        return self.times[candidate]
+
+    def wins(self, candidate, fastest) -> bool:
+        """Tell whether `candidate` is faster than `fastest`, with the default's results."""
+        if self.seconds(candidate) >= self.seconds(fastest):
+            return False
+        right = self._is_right(candidate)
+        if not right:
+            self.times[candidate] = math.inf
+        return right
+
+    def _is_right(self, candidate) -> bool:
         """Tell whether `candidate` runs, with the default's results; warn if they differ."""
         try:
             if self.expected is None:
