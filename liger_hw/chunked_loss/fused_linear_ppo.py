@@ -3,7 +3,7 @@
 import torch
 
 from liger_hw.chunked_loss.custom_loss import CustomLoss, joined, keep_gradients
-from liger_hw.chunked_loss.functional import items_per_rank, reference_of
+from liger_hw.chunked_loss.functional import items_per_rank, policy_options, reference_of
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
 
@@ -40,14 +40,8 @@ class LigerFusedLinearPPOBase(CustomLoss):
 
         chunk_size and compiled have no effect.
         """
-        options = {
-            "epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "beta": beta, "loss_type": loss_type,
-            "max_completion_length": max_completion_length, "importance_sampling_level": importance_sampling_level,
-            "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg, "delta": delta,
-            "use_bias_correction_kl": use_bias_correction_kl, "vespo_k_pos": vespo_k_pos,
-            "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg, "vespo_lambda_neg": vespo_lambda_neg,
-            "num_items_in_batch": num_items_in_batch,
-        }  # fmt: skip
+        options = policy_options(locals()) | {"num_items_in_batch": num_items_in_batch}
+        del options["temperature"]  # the log-probabilities have it
         shape = selected_token_ids.shape
         linear = {"temperature": temperature, "ignore_index": IGNORED}
         if use_ref_model and ref_per_token_logps is None:

@@ -99,17 +99,15 @@ def check_option_names(options, function):
 
 
 class Tokens(NamedTuple):
-    """Inputs of a token's loss: tensors of one shape; ratio and phi may be None.
+    """Inputs of a token's loss: tensors of one shape; phi may be None.
 
     Attributes:
-        log_probs: log-probabilities by the policy. log_weights: log r. advantages: A.
-        ratio: correction for a sampler that differs from the old policy. phi: sequence weight of "vespo".
+        log_probs: log-probabilities by the policy. log_weights: log r. advantages: A. phi: sequence weight of "vespo".
     """
 
     log_probs: torch.Tensor
     log_weights: torch.Tensor
     advantages: torch.Tensor
-    ratio: torch.Tensor | None
     phi: torch.Tensor | None
 
 
@@ -195,15 +193,22 @@ def token_weights(mask, options, num_items=None, dtype=torch.float32):
     return mask / num_items
 
 
-def _losses(log_probs, log_weights, entropy, ref_log_probs, advantages, ratio, phi, options):
-    """Compute (loss, KL or None, is clipped) of each token."""
-    tokens = Tokens(log_probs, log_weights, advantages, ratio, phi)
+def _losses(log_probs, entropy, batch, options):
+    """Compute (loss, KL or None, is clipped) of each token; any values at masked positions."""
+    old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+    log_weights, phi = log_probs - old, None
+    if options.loss_type == "vespo":
+        phi = vespo_weights(log_weights, batch.advantages, batch.mask, batch.ratio, options)
+    if options.importance_sampling_level == "sequence":
+        log_weights = log_weights.sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
+        log_weights = log_weights.expand(log_probs.shape)
+    tokens = Tokens(log_probs, log_weights, batch.advantages, phi)
     loss, is_clipped = OBJECTIVES[options.loss_type](tokens, options)
-    if ratio is not None and options.loss_type != "vespo":  # phi of "vespo" includes the ratio
-        loss = loss * ratio
+    if batch.ratio is not None and options.loss_type != "vespo":  # phi of "vespo" includes the ratio
+        loss = loss * batch.ratio
     kl = None
     if options.beta:
-        kl = KL[options.kl_estimator](log_probs - ref_log_probs)
+        kl = KL[options.kl_estimator](log_probs - batch.ref_log_probs)
         kl = kl * log_weights.exp() if options.use_bias_correction_kl else kl
         loss = loss + options.beta * kl
     if options.entropy_coef:
@@ -273,17 +278,7 @@ class Batch(NamedTuple):
 
 def token_losses(log_probs, entropy, batch, options):
     """Compute (loss, KL or None, is clipped), each (B, T), 0 at masked positions."""
-    old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    log_weights, phi = log_probs - old, None
-    if options.loss_type == "vespo":
-        phi = vespo_weights(log_weights, batch.advantages, batch.mask, batch.ratio, options)
-    if options.importance_sampling_level == "sequence":
-        log_weights = log_weights.sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
-        log_weights = log_weights.expand(log_probs.shape)
-    loss, kl, is_clipped = _losses(
-        log_probs, log_weights, entropy, batch.ref_log_probs, batch.advantages, batch.ratio, phi, options
-    )
-    masked = ~batch.mask
+    (loss, kl, is_clipped), masked = _losses(log_probs, entropy, batch, options), ~batch.mask
     return loss.masked_fill(masked, 0), None if kl is None else kl.masked_fill(masked, 0), is_clipped & batch.mask
 
 
@@ -375,15 +370,14 @@ def _loss_by_sequence(x, weight, bias, batch, weights, options, with_entropy, li
 def _loss_by_token(x, weight, bias, batch, weights, options, with_entropy, linear):
     """Return the values of `_loss_by_sequence` where a token's loss depends on the token alone."""
 
-    def formula(log_probs, entropy, old, ref, advantages, ratio, mask, weights):
-        log_weights = log_probs - (log_probs.detach() if old is None else old)
-        loss, kl, is_clipped = _losses(log_probs, log_weights, entropy, ref, advantages, ratio, None, options)
-        logged = (value for value in (is_clipped & mask, log_probs, kl, entropy) if value is not None)
+    def formula(log_probs, entropy, weights, *rows):
+        part = Batch(None, *rows)
+        loss, kl, is_clipped = _losses(log_probs, entropy, part, options)
+        logged = (value for value in (is_clipped & part.mask, log_probs, kl, entropy) if value is not None)
         return loss * weights, *logged
 
-    tokens = batch.tokens
-    rows = batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.ratio, batch.mask, weights
-    rows = [row if row is None else row.expand(tokens.shape).reshape(-1) for row in rows]
+    tokens, *rows = batch
+    rows = [row if row is None else row.expand(tokens.shape).reshape(-1) for row in (weights, *rows)]
     loss, *logged = token_loss(
         formula, x.reshape(-1, x.shape[-1]), weight, tokens.reshape(-1), bias, rows, with_entropy=with_entropy, **linear
     )
