@@ -302,7 +302,8 @@ def _nll(x, weight, nll_labels, shape, bias, options):
     check(fits, "nll_labels", nll_labels, f"shape {tuple(shape)} or its first half")
     check_labels("nll_labels", nll_labels, len(weight), options["ignore_index"])
     chosen, options = nll_labels[: len(x)].reshape(-1), options | {"counted_rows": None}
-    total = token_loss(_negative, x.reshape(-1, x.shape[-1]), weight, chosen, bias, **options)[0]
+    rows = x.reshape(-1, x.shape[-1])
+    total = token_loss(lambda log_probs, entropy: (-log_probs,), rows, weight, chosen, bias, **options)[0]
     return total / (chosen != options["ignore_index"]).sum().clamp(min=1)
 
 
@@ -311,10 +312,6 @@ def _head_options(softcap, logit_scale, logits_dtype, invariant, counted_rows, a
         "softcap": softcap, "logit_scale": logit_scale, "logits_dtype": logits_dtype, "invariant": invariant,
         "counted_rows": counted_rows, "accum_dtype": accum_dtype,
     }  # fmt: skip
-
-
-def _negative(log_probs, entropy):
-    return (-log_probs,)
 
 
 def _grouped_loss(formula, whole_batch, x, weight, labels, bias, parts, options):
@@ -366,12 +363,10 @@ def _mixture(losses, loss_type, loss_weights, beta, loss_options, function):
         is_scalar = torch.Tensor in kinds and torch.is_tensor(value) and value.numel() == 1
         if not is_scalar and not (type(None) in kinds and value is None):
             check_numbers("a number" + ", or a tensor of one" * (torch.Tensor in kinds), **{name: value})
-    with_options = [
-        functools.partial(
-            loss, **{name: value for name, value in loss_options.items() if name in getattr(loss, "options", {})}
-        )
-        for loss in functions
-    ]
+    with_options = []
+    for loss in functions:
+        options = {name: value for name, value in loss_options.items() if name in getattr(loss, "options", {})}
+        with_options.append(functools.partial(loss, **options))
     return _Mixture(with_options, weights)
 
 

@@ -19,31 +19,26 @@ from liger_hw.checks import check
 PAIR_LOSSES, UNPAIRED_LOSSES = {}, {}  # loss_type -> function
 
 
-def _registering(losses):
-    def decorator(function=None, *, whole_batch=False, reference_free=False, by_margin=False):
-        """Register a loss type under its name, and set its attributes.
+def _register(losses, function=None, *, whole_batch=False, reference_free=False, by_margin=False):
+    """Register a loss type under its name, and set its attributes.
 
-        Args:
-            whole_batch: whether a pair's (or an answer's) loss depends on others of the batch; the loss then keeps the
-                whole batch's log-probabilities until the backward. Or a function (options given) -> bool.
-            reference_free: it is defined of averaged log-probabilities, without a reference model.
-            by_margin: it reads the log-ratios by `Pairs.margin` alone, so another divergence may replace the KL.
-        """
-        if function is None:
-            return functools.partial(
-                decorator, whole_batch=whole_batch, reference_free=reference_free, by_margin=by_margin
-            )
-        parameters = inspect.signature(function).parameters
-        function.options = {name: p for name, p in parameters.items() if p.default is not p.empty}
-        function.whole_batch, function.reference_free, function.by_margin = whole_batch, reference_free, by_margin
-        function.smooths = "smoothing" in parameters
-        losses[function.__name__] = function
-        return function
-
-    return decorator
+    Args:
+        whole_batch: whether a pair's (or an answer's) loss depends on others of the batch; the loss then keeps the
+            whole batch's log-probabilities until the backward. Or a function (options given) -> bool.
+        reference_free: it is defined of averaged log-probabilities, without a reference model.
+        by_margin: it reads the log-ratios by `Pairs.margin` alone, so another divergence may replace the KL.
+    """
+    attributes = {"whole_batch": whole_batch, "reference_free": reference_free, "by_margin": by_margin}
+    if function is None:
+        return functools.partial(_register, losses, **attributes)
+    parameters = inspect.signature(function).parameters
+    function.options = {name: p for name, p in parameters.items() if p.default is not p.empty}
+    vars(function).update(attributes, smooths="smoothing" in parameters)
+    losses[function.__name__] = function
+    return function
 
 
-pair_loss, unpaired_loss = _registering(PAIR_LOSSES), _registering(UNPAIRED_LOSSES)
+pair_loss, unpaired_loss = functools.partial(_register, PAIR_LOSSES), functools.partial(_register, UNPAIRED_LOSSES)
 
 
 LARGEST_EXPONENT = 80  # as in TRL's alpha divergence: fp32 holds its power
