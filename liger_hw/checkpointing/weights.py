@@ -1,7 +1,5 @@
 """Recompute a module with the parameters and buffers that its forward had."""
 
-import contextlib
-
 import torch
 
 from liger_hw import _torch
@@ -14,17 +12,6 @@ def can_recompute(*tensors) -> bool:
     `allow_mutation_on_saved_tensors`, which keeps values of saved tensors alone.
     """
     return not (_torch.transforms_active() or _torch.has_tangents(tensors) or _torch.saved_tensors_may_change())
-
-
-class _Applied(torch.nn.Module):
-    """A function that uses `module`, as a module."""
-
-    def __init__(self, function, module):
-        super().__init__()
-        self.function, self.module = function, module
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 def with_these_weights(function, module):
@@ -50,30 +37,31 @@ def with_these_weights(function, module):
         )
 
     def run(*args):
-        if not buffers.entries:
-            return run_with_parameters(*args)
-        if not buffers.forward_is_over:
-            result = run_with_parameters(*args)
-            buffers.after_forward()
-            return result
-        for owner, name in buffers.changed():
-            refuse(owner, name)
-        with buffers.as_in_forward():
-            return run_with_parameters(*args)
-
-    def run_with_parameters(*args):
-        replaced = []
+        tensors = []  # (parameters or buffers of a module, name, the forward's tensor)
         for owner, name, x, version in parameters:
             if _torch.tensor_version(x) != version and not _torch.is_view(x):
                 refuse(owner, name)
             now = owner._parameters.get(name)
             if now is not x and now is not None and _torch.is_plain(now) and not _torch.is_view(now):
-                replaced.append((owner, name, x))
-        if not replaced:
-            return function(*args)
-        names = {owner: name for name, owner in _Applied(function, module).named_modules()}
-        weights = {f"{names[owner]}.{name}": x for owner, name, x in replaced}
-        return torch.func.functional_call(_Applied(function, module), weights, args)
+                tensors.append((owner._parameters, name, x))
+        if buffers.entries and buffers.forward_is_over:
+            for owner, name in buffers.changed():
+                refuse(owner, name)
+            tensors += buffers.as_in_forward()
+        before = [(members, name, members.get(name, _MISSING)) for members, name, _ in tensors]
+        try:
+            for members, name, x in tensors:
+                members[name] = x
+            result = function(*args)
+        finally:
+            for members, name, x in before:
+                if x is _MISSING:
+                    members.pop(name, None)
+                else:
+                    members[name] = x
+        if buffers.entries and not buffers.forward_is_over:
+            buffers.after_forward()
+        return result
 
     return run
 
@@ -118,26 +106,20 @@ class _Buffers:
             if x is not None and _torch.storage_id(x) not in self.copies and _version(x) != version
         ]  # fmt: skip
 
-    @contextlib.contextmanager
     def as_in_forward(self):
-        """Give the module the buffers of before the forward; copies of written ones."""
-        now = [(owner, name, owner._buffers.get(name, _MISSING)) for owner, name, _, _ in self.entries]
-        try:
-            with _torch.without_dispatch_modes():
-                copies = {memory: copy.clone() for memory, copy in self.copies.items()}
-                for owner, name, x, _ in self.entries:
-                    copy = None if x is None else copies.get(_torch.storage_id(x))
-                    if copy is not None:
-                        like = x.storage_offset(), x.shape, x.stride()
-                        x = torch.empty(0, dtype=x.dtype, device=x.device).set_(copy, *like)
-                    owner._buffers[name] = x
-            yield
-        finally:
-            for owner, name, x in now:
-                if x is _MISSING:
-                    owner._buffers.pop(name, None)
-                else:
-                    owner._buffers[name] = x
+        """List (buffers of a module, name, tensor) as before the forward; written ones are copies."""
+        if not self.copies:
+            return [(owner._buffers, name, x) for owner, name, x, _ in self.entries]
+        tensors = []
+        with _torch.without_dispatch_modes():
+            copies = {memory: copy.clone() for memory, copy in self.copies.items()}
+            for owner, name, x, _ in self.entries:
+                copy = None if x is None else copies.get(_torch.storage_id(x))
+                if copy is not None:
+                    like = x.storage_offset(), x.shape, x.stride()
+                    x = torch.empty(0, dtype=x.dtype, device=x.device).set_(copy, *like)
+                tensors.append((owner._buffers, name, x))
+        return tensors
 
 
 _MISSING = object()
