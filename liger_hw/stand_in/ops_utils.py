@@ -2,12 +2,12 @@
 
 import contextlib
 import functools
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from packaging.version import Version
 
 from liger_hw.checks import check
+from liger_hw.console import installed_version
 from liger_hw.stand_in.utils import infer_device
 
 LARGEST_BLOCK = 65_536
@@ -57,10 +57,8 @@ def get_amp_custom_fwd_bwd():
 
 def compare_version(package, operator, target):
     """Return `operator(installed version, target)`; False where the package is not installed."""
-    try:
-        return operator(Version(version(package)), Version(target))
-    except PackageNotFoundError:
-        return False
+    installed = installed_version(package)
+    return installed is not None and operator(Version(installed), Version(target))
 
 
 def __getattr__(name):

@@ -36,27 +36,17 @@ def tuned(heuristic, name=None):
 
     parameters = list(inspect.signature(heuristic).parameters)[:-1]  # the last is the device
 
-    def key(*numbers) -> str:
-        return entries.key_of(name, numbers)
-
-    def class_key(*numbers) -> str:
-        return entries.class_key_of(name, dict(zip(parameters, numbers)))
-
-    def kernel():
-        return getattr(sys.modules[module], name)
-
     @functools.cache
     def look_up(*numbers_and_device) -> Config:
         *numbers, device = numbers_and_device
-        exact = key(*numbers)
+        exact = config.key(*numbers)
         default = replace(heuristic(*numbers, device), device=device, key=exact)
         if exact in _overrides:
             return replace(_overrides[exact], device=device)
         if AVAILABLE:
             for file, source in ((entries.cache_file(device), LOCAL), (entries.shipped_file(device), SHIPPED)):
-                for name_in_table in (exact, class_key(*numbers)):
-                    entry = _table(file).get(name_in_table)
-                    winner = None if entry is None else _valid(entry, default, source, entries.kernel_hash(kernel()))
+                for key in (exact, config.class_key(*numbers)):
+                    winner = _valid(config, _table(file).get(key), default, source)
                     if winner is not None:
                         return winner
         return default
@@ -68,7 +58,10 @@ def tuned(heuristic, name=None):
         return look_up(*numbers_and_device)
 
     config.heuristic = lambda *a: replace(heuristic(*a), device=a[-1])  # without a key: no launch uses it
-    config.key, config.class_key, config.kernel, config.forget = key, class_key, kernel, look_up.cache_clear
+    config.key = lambda *numbers: entries.key_of(name, numbers)
+    config.class_key = lambda *numbers: entries.class_key_of(name, dict(zip(parameters, numbers)))
+    config.kernel = lambda: getattr(sys.modules[module], name)
+    config.forget = look_up.cache_clear
     CONFIGS[name] = config
     return config
 
@@ -134,8 +127,11 @@ def override(key: str, config: Config):
         CONFIGS[key.partition("(")[0]].forget()
 
 
-def _valid(entry, like: Config, source: str, code_hash: str) -> Config | None:
-    """Return an entry's Config; None if its code differs or a launch of it failed."""
+def _valid(tuned_function, entry, like: Config, source: str) -> Config | None:
+    """Return an entry's Config, or None if it is absent, outdated or withdrawn."""
+    if entry is None:
+        return None
+    code_hash = entries.kernel_hash(tuned_function.kernel())
     try:
         if entry["kernel"] != code_hash:
             return None
