@@ -248,19 +248,9 @@ def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
     return poly_norm(X, W, B, eps)
 
 
-def liger_dyt(x, alpha, gamma, beta):
-    """Apply `liger_hw.dyt` to x (..., C), with alpha, gamma and beta."""
-    return dyt(x, alpha, gamma, beta)
-
-
 def liger_relu_squared(x):
     """Return relu(x) squared."""
     return activate(x, "relu_squared")
-
-
-def liger_softmax(x):
-    """See `liger_hw.softmax`."""
-    return softmax(x)
 
 
 def liger_sparsemax(input, dim=-1):
@@ -336,9 +326,11 @@ def liger_multi_token_attention(scores, weight, bias=None, stride=1, padding=0, 
 
 
 # ops whose parameters are liger_kernel's
+liger_dyt = dyt
 liger_fused_neighborhood_attention = neighborhood_attention
 liger_mhc_post_res = mhc_post_res
 liger_mhc_pre = mhc_pre
+liger_softmax = softmax
 
 __all__ = ["CrossEntropyOutput"]
 __all__ += [name for name in dir() if name.startswith("liger_")]
