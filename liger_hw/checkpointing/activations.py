@@ -69,7 +69,6 @@ def _layers(model):
     layers = [layer for layer in layers if id(layer) not in inner]
     allowed = "a model whose layers derive from transformers' GradientCheckpointingLayer"
     check(layers, "model", f"{type(model).__name__}, which is left alone: it has no such layers", allowed)
-    check(
-        any(p.requires_grad for p in model.parameters()), "model", "no parameter that needs a gradient", "one at least"
-    )
+    trains = any(p.requires_grad for p in model.parameters())
+    check(trains, "model", "no parameter that needs a gradient", "one at least")
     return layers

@@ -72,9 +72,7 @@ def choices_of(record, limits, layers, rejected=()) -> list[Choice]:
     Returns:
         the choices, the leanest first.
     """
-    items = [
-        (position, op) for position, op in enumerate(record.operations) if op.keepable and position not in rejected
-    ]
+    items = [(place, op) for place, op in enumerate(record.operations) if op.keepable and place not in rejected]
     items = sorted(items, key=lambda item: -item[1].seconds)[:LARGEST_CHOICES]
     host_bytes = min(limits.host_bytes / layers, LINK_SHARE * limits.pcie_bandwidth * record.seconds)
     states = torch.arange(3 if host_bytes > 0 else 2)

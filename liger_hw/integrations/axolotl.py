@@ -22,14 +22,12 @@ FLAGS = {  # key of the configuration -> flags of `patch`
     "liger_cross_entropy": ("cross_entropy",),
     "liger_fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
 }
-OTHER_KEYS = ("liger_swiglu", "liger_rms_norm_gated", "liger_use_token_scaling")  # see `check_keys`
+KEYS = (*FLAGS, "liger_swiglu", "liger_rms_norm_gated", "liger_use_token_scaling")  # the last three: see `check_keys`
 OTHER = "axolotl.integrations.liger.LigerPlugin"
 
 
 # the keys of a configuration that the plugin reads
-LigerHwArgs = create_model(
-    "LigerHwArgs", __module__=__name__, **dict.fromkeys((*FLAGS, *OTHER_KEYS), (bool | None, None))
-)
+LigerHwArgs = create_model("LigerHwArgs", __module__=__name__, **dict.fromkeys(KEYS, (bool | None, None)))
 
 
 def check_keys(cfg):
@@ -40,7 +38,7 @@ def check_keys(cfg):
     """
     for key in cfg:
         if str(key).startswith("liger_"):
-            check_known("key", key, (*FLAGS, *OTHER_KEYS))
+            check_known("key", key, KEYS)
     both = cfg.get("liger_swiglu") is not None and cfg.get("liger_glu_activation") is not None
     check(not both, "liger_swiglu", cfg.get("liger_swiglu"), "None beside liger_glu_activation, its newer name")
     gated, norms = cfg.get("liger_rms_norm_gated"), cfg.get("liger_rms_norm") is not False

@@ -125,9 +125,8 @@ def register_hub_kernels():
     if _replaced:
         return
     hub_kernels = importlib.import_module("transformers.integrations.hub_kernels")
-    if not getattr(hub_kernels, "_kernels_enabled", False) or not hasattr(
-        hub_kernels, "get_kernel_mapping_transformers"
-    ):
+    get_mapping = getattr(hub_kernels, "get_kernel_mapping_transformers", None)
+    if get_mapping is None or not getattr(hub_kernels, "_kernels_enabled", False):
         import transformers
 
         raise RuntimeError(
@@ -136,7 +135,7 @@ def register_hub_kernels():
         )
     from kernels import Mode
 
-    mapping = hub_kernels.get_kernel_mapping_transformers()
+    mapping = get_mapping()
     for name, layer in LAYERS.items():
         devices = mapping.setdefault(name, {})
         for device in DEVICES:

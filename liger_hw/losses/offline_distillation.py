@@ -87,9 +87,8 @@ def offline_distillation_loss(
     check_numbers("0 to 1", least=0, most=1, beta=beta)
     check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")
     divergence = kind_of(beta) if soft_loss == "jsd" else soft_loss, beta
-    check(
-        rest or divergence[0] in ("kl", "tvd"), "rest", rest, f"True: without the others {soft_loss} is no divergence"
-    )
+    allowed = f"True: without the others {soft_loss} is no divergence"
+    check(rest or divergence[0] in ("kl", "tvd"), "rest", rest, allowed)
     teacher, vocabulary = teacher.detach(), len(weight)
     if teacher_tokens is None:
         check(teacher_lse is None, "teacher_lse", teacher_lse, "None without teacher_tokens")
@@ -253,9 +252,8 @@ def _top_k_chunk(plan, logits, log_p, tokens, row_weights, divergence, temperatu
 
     def write_gradient(dz):
         others_grad = dz[:, -1].contiguous()
-        functions.backward_rows(
-            logits, first, scaling, None, partition, torch.zeros_like(others_grad), None, others_grad
-        )
+        zeros = torch.zeros_like(others_grad)
+        functions.backward_rows(logits, first, scaling, None, partition, zeros, None, others_grad)
         logits.scatter_(1, tokens, (dz[:, :-1] / temperature).to(logits.dtype))
 
     return soft.detach(), dz, write_gradient

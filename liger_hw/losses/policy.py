@@ -345,14 +345,14 @@ def policy_loss(
         reference = reference_log_probs(ref_x, ref_weight, ref_bias, "tokens", batch.tokens, linear)
         batch = batch._replace(ref_log_probs=reference)
     weights = token_weights(batch.mask, options, num_items, torch.promote_types(x.dtype, torch.float32))
-    with_entropy = return_entropy or options.entropy_coef != 0
+    linear["with_entropy"] = return_entropy or options.entropy_coef != 0
     couples_tokens = options.importance_sampling_level == "sequence" or options.loss_type == "vespo"
     compute = _loss_by_sequence if couples_tokens else _loss_by_token
-    loss, log_probs, *logged = compute(x, weight, bias, batch, weights, options, with_entropy, linear)
+    loss, log_probs, *logged = compute(x, weight, bias, batch, weights, options, linear)
     return PolicyOutput(loss, *(value if value is None else batch.mean(value) for value in logged), log_probs)
 
 
-def _loss_by_sequence(x, weight, bias, batch, weights, options, with_entropy, linear):
+def _loss_by_sequence(x, weight, bias, batch, weights, options, linear):
     """Return (loss (), log-probabilities, KL or None, is clipped, entropy or None) of coupled tokens."""
 
     def sequence_sum(log_probs, entropy, groups):
@@ -360,14 +360,12 @@ def _loss_by_sequence(x, weight, bias, batch, weights, options, with_entropy, li
         entropy = entropy if entropy is None else entropy[0]
         return (token_losses(log_probs[0], entropy, part, options)[0] * weights[groups]).sum()
 
-    loss, log_probs, entropy = sequence_loss(
-        sequence_sum, x, weight, batch.tokens, bias, with_entropy=with_entropy, **linear
-    )
+    loss, log_probs, entropy = sequence_loss(sequence_sum, x, weight, batch.tokens, bias, **linear)
     _, kl, is_clipped = token_losses(log_probs, entropy, batch, options)
     return loss, log_probs, kl, is_clipped, entropy
 
 
-def _loss_by_token(x, weight, bias, batch, weights, options, with_entropy, linear):
+def _loss_by_token(x, weight, bias, batch, weights, options, linear):
     """Return the values of `_loss_by_sequence` where a token's loss depends on the token alone."""
 
     def formula(log_probs, entropy, weights, *rows):
@@ -378,13 +376,11 @@ def _loss_by_token(x, weight, bias, batch, weights, options, with_entropy, linea
 
     tokens, *rows = batch
     rows = [row if row is None else row.expand(tokens.shape).reshape(-1) for row in (weights, *rows)]
-    loss, *logged = token_loss(
-        formula, x.reshape(-1, x.shape[-1]), weight, tokens.reshape(-1), bias, rows, with_entropy=with_entropy, **linear
-    )
+    loss, *logged = token_loss(formula, x.reshape(-1, x.shape[-1]), weight, tokens.reshape(-1), bias, rows, **linear)
     logged = iter([row.reshape(tokens.shape) for row in logged])
     is_clipped, log_probs = next(logged), next(logged)
     kl = next(logged) if options.beta else None
-    return loss, log_probs, kl, is_clipped, next(logged) if with_entropy else None
+    return loss, log_probs, kl, is_clipped, next(logged) if linear["with_entropy"] else None
 
 
 @names_arguments

@@ -222,9 +222,7 @@ def preference_loss(
         total = mixture.sum(group, beta, label_smoothing).sum()
         return (total + nll_weight * nll.sum() if nll_weight else total) / pairs
 
-    loss, token_log_probs = _grouped_loss(
-        pair_sum, mixture.any("whole_batch", False), x, weight, labels, bias, 2, options
-    )
+    loss, token_log_probs = _grouped_loss(pair_sum, mixture, x, weight, labels, bias, 2, options)
     nll = torch.zeros_like(loss.detach())
     if alpha and nll_labels is None:
         nll = -token_log_probs[:pairs].sum() / nll_items
@@ -286,9 +284,7 @@ def unpaired_preference_loss(
         losses = mixture.sum(Answers(policy, reference[groups], preferred[groups]), beta)
         return (losses * factors[groups]).sum()
 
-    loss, token_log_probs = _grouped_loss(
-        answer_sum, mixture.any("whole_batch", False), x, weight, labels, bias, 1, options
-    )
+    loss, token_log_probs = _grouped_loss(answer_sum, mixture, x, weight, labels, bias, 1, options)
     policy = sums.answers(token_log_probs)
     rewards = beta * (policy - reference)
     log_probs = [(policy * group).sum() for group in (preferred, ~preferred)]
@@ -314,9 +310,9 @@ def _head_options(softcap, logit_scale, logits_dtype, invariant, counted_rows, a
     }  # fmt: skip
 
 
-def _grouped_loss(formula, whole_batch, x, weight, labels, bias, parts, options):
+def _grouped_loss(formula, mixture, x, weight, labels, bias, parts, options):
     """Compute (loss, detached token log-probabilities), by group unless the loss couples the batch."""
-    if not whole_batch:
+    if not mixture.any("whole_batch", False):
         return sequence_loss(formula, x, weight, labels, bias, parts, **options)[:2]
     log_probs = fused_linear_selective_log_softmax(x, weight, labels, bias, **options)
     grouped = log_probs.reshape(parts, len(labels) // parts, *labels.shape[1:])

@@ -59,9 +59,8 @@ class _Finder(importlib.metadata.DistributionFinder):
 
     def exec_module(self, module):
         sources = MODULES[module.__name__.partition(".")[2]]
-        module.__doc__ = (
-            f"Stand-in by liger_hw: {', '.join(f'liger_hw.{source}' for source in sources) or 'a package'}."
-        )
+        served = ", ".join(f"liger_hw.{source}" for source in sources)
+        module.__doc__ = f"Stand-in by liger_hw: {served or 'a package'}."
         if module.__name__ == PACKAGE:
             _check_implementations()
             module.__version__ = VERSION

@@ -14,11 +14,11 @@ LOSSES = {
 }  # fmt: skip
 ADVICE = "call its apply, or derive from LigerFusedLinear{}Base and define its loss function"
 
-globals().update(
-    {
-        (name := f"LigerFusedLinear{loss}Function"): function_class(
-            getattr(functional, f"liger_fused_linear_{ours}"), name, ADVICE.format(base)
-        )
-        for loss, (ours, base) in LOSSES.items()
-    }
-)
+
+def _classes():
+    for loss, (ours, base) in LOSSES.items():
+        name = f"LigerFusedLinear{loss}Function"
+        yield name, function_class(getattr(functional, f"liger_fused_linear_{ours}"), name, ADVICE.format(base))
+
+
+globals().update(_classes())

@@ -3,6 +3,7 @@
 from torch import nn
 
 from liger_hw.kernels.vocabulary.cross_entropy_tvd import cross_entropy_tvd
+from liger_hw.kernels.vocabulary.divergence import kl_div
 from liger_hw.losses.options import OptionsModule
 from liger_hw.transformers import functional
 
@@ -35,9 +36,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         self.eps = eps
 
     def forward(self, y_pred, y_true):
-        return functional.liger_kl_div(
-            y_pred, y_true, reduction=self.reduction, log_target=self.log_target, eps=self.eps
-        )
+        return kl_div(y_pred, y_true, self.reduction, self.log_target, self.eps)
 
 
 class LigerTVDLoss(OptionsModule):

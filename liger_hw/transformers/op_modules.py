@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from liger_hw.checks import check
+from liger_hw.kernels.attention.neighborhood_attention import neighborhood_attention
 from liger_hw.kernels.vocabulary.embedding import embedding
 from liger_hw.losses.options import OptionsModule
 from liger_hw.transformers import functional
@@ -91,9 +92,7 @@ class LigerFusedNeighborhoodAttention(nn.Module):
             project(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        attended = functional.liger_fused_neighborhood_attention(
-            query, key, value, self.kernel_size, self.dilation, self.scale
-        )
+        attended = neighborhood_attention(query, key, value, self.kernel_size, self.dilation, self.scale)
         attended = attended.transpose(1, 2).flatten(-2)
         return self.out_proj(attended if self.dropout is None else self.dropout(attended))
 

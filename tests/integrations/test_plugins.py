@@ -173,9 +173,7 @@ def test_axolotl_plugin(axolotl):
     plugin = axolotl.LigerHwPlugin()
     module, _, name = plugin.get_input_args().rpartition(".")
     fields = getattr(importlib.import_module(module), name).model_fields  # as Axolotl finds and merges it
-    assert set(fields) == {*axolotl.FLAGS, *axolotl.OTHER_KEYS} and all(
-        field.default is None for field in fields.values()
-    )
+    assert set(fields) == {*axolotl.KEYS} and all(field.default is None for field in fields.values())
     model = tiny.model()
     plugin.register({"plugins": ["liger_hw.integrations.axolotl.LigerHwPlugin"]})
     plugin.post_model_build(Config(liger_glu_activation=False), model)
