@@ -191,7 +191,7 @@ class Activations:
         else:
             results = function(*args)
         self._watch(current, index, results)
-        self.transfers.release(frame.offloaded)
+        self.transfers.release(len(frame.offloaded))
         current.frame = frame
         return results
 

@@ -8,7 +8,7 @@ import torch
 from liger_hw.checkpointing.phases import with_inputs
 from liger_hw.checkpointing.plan import ActivationPlan, PlannedLayer
 from liger_hw.checkpointing.recording import LayerRecord
-from liger_hw.checkpointing.solver import Limits, choices_of, nothing, solve
+from liger_hw.checkpointing.solver import Limits, choices_of, solve
 
 
 @dataclass
@@ -69,9 +69,7 @@ def make_plan(measured, budget, host_bytes, pcie_bandwidth, rejected, counts) ->
     typical = {structure: _typical(records) for structure, records in by_structure.items()}
     with torch.device("cpu"):  # a program may set another default
         choices = {
-            structure: [nothing(record)]  # ranks may plan differently, but must communicate in the same order
-            if record.collective
-            else choices_of(record, limits, len(calls), rejected.get(structure, ()))
+            structure: choices_of(record, limits, len(calls), rejected.get(structure, ()))
             for structure, record in typical.items()
         }
         chosen = solve([choices[record.structure] for _, record in calls], limits)

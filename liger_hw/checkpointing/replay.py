@@ -126,17 +126,14 @@ class Frame:
             del self.results[position]
         return results
 
-    @property
-    def offloaded(self) -> int:
-        """Return the number of tensors in host memory."""
-        return len(self._offloaded())
-
     def prefetch(self):
         """Start the copies of all offloaded tensors back to the device."""
-        for x in self._offloaded():
+        for x in self.offloaded:
             x.prefetch()
 
-    def _offloaded(self) -> list[Offloaded]:
+    @property
+    def offloaded(self) -> list[Offloaded]:
+        """Return the tensors in host memory."""
         holders = [x for _, results in self.results.values() for x in _holders(results)]
         holders.append(self.input and self.input())
         return [x for x in holders if isinstance(x, Offloaded)]

@@ -72,6 +72,8 @@ def choices_of(record, limits, layers, rejected=()) -> list[Choice]:
     Returns:
         the choices, the leanest first.
     """
+    if record.collective:  # ranks may plan differently, but must communicate in the same order
+        return [nothing(record)]
     items = [(place, op) for place, op in enumerate(record.operations) if op.keepable and place not in rejected]
     items = sorted(items, key=lambda item: -item[1].seconds)[:LARGEST_CHOICES]
     host_bytes = min(limits.host_bytes / layers, LINK_SHARE * limits.pcie_bandwidth * record.seconds)

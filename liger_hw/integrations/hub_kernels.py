@@ -135,16 +135,13 @@ def register_hub_kernels():
         )
     from kernels import Mode
 
-    mapping = get_mapping()
+    mapping, modes = get_mapping(), (Mode.TRAINING, Mode.INFERENCE)
+    every_mode = [mode | compiled for mode in modes for compiled in (Mode.TORCH_COMPILE, mode)]
     for name, layer in LAYERS.items():
         devices = mapping.setdefault(name, {})
         for device in DEVICES:
             _replaced.append((devices, device, devices.get(device)))
-            devices[device] = {
-                mode | compiled: Repository(layer)
-                for mode in (Mode.TRAINING, Mode.INFERENCE)
-                for compiled in (Mode.TORCH_COMPILE, mode)
-            }
+            devices[device] = dict.fromkeys(every_mode, Repository(layer))
     modeling_utils = importlib.import_module("transformers.modeling_utils")
     _replaced.append((vars(modeling_utils), "kernelize", modeling_utils.kernelize))
     modeling_utils.kernelize = _proving_first(modeling_utils.kernelize)

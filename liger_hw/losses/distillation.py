@@ -19,7 +19,7 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels, coun
 from liger_hw.kernels.vocabulary.divergence import kind_of
 from liger_hw.kernels.vocabulary.divergence.logits import divergence_rows, largest_soft_gradient, soft_rows
 from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
-from liger_hw.losses.engine import CHUNK_MEMORY, Head, LogitScaling, sum_over_chunks
+from liger_hw.losses.engine import CHUNK_MEMORY, Head, LogitScaling, detached, sum_over_chunks
 from liger_hw.spelling import check_known
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
@@ -87,10 +87,8 @@ def distillation_loss(
     """
     x, teacher_x, labels = flatten_rows(x, teacher_x=teacher_x, labels=labels)
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
-    teacher_x, teacher_weight, teacher_bias = (
-        t if t is None else t.detach()
-        for t in prepare_head(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, TEACHER, logits_dtype)
-    )
+    teacher = prepare_head(teacher_x, teacher_weight, teacher_bias, chunk_memory, True, TEACHER, logits_dtype)
+    teacher_x, teacher_weight, teacher_bias = detached(teacher)
     check(len(teacher_x) == len(x), "teacher_x", teacher_x, f"floats ({len(x)}, H)")
     kinds = _check_options(soft_loss, beta, temperature, hard_weight, soft_weight)
     teacher_scaling = LogitScaling.of(teacher_softcap, teacher_logit_scale, "teacher_")

@@ -91,11 +91,12 @@ class PolicyOptions:
         check_numbers(**numbers)
 
 
-def check_option_names(options, function):
-    """Raise a ValueError for an unknown option, with the nearest argument of `function`."""
+def _read_options(options, function):
+    """Return `PolicyOptions`; raise a ValueError for an unknown option, with the nearest argument of `function`."""
     for name in options:
         if name not in OPTION_NAMES:
             check_known("option", name, OPTION_NAMES, others=inspect.signature(function).parameters)
+    return PolicyOptions(**options)
 
 
 class Tokens(NamedTuple):
@@ -326,8 +327,7 @@ def policy_loss(
         >>> advantages = torch.tensor([1.0, -1.0])
         >>> output = liger_hw.policy_loss(hidden, head, tokens, advantages, beta=0.0)
     """
-    check_option_names(options, policy_loss)
-    options = PolicyOptions(**options)
+    options = _read_options(options, policy_loss)
     if num_items is not None and not (torch.is_tensor(num_items) and num_items.numel() == 1):
         check_numbers("None, a positive number, or a tensor of one", above=0, num_items=num_items)
     check(x.shape[:-1] == tokens.shape, "x", x, f"({', '.join(map(str, tokens.shape))}, H), one row for each token")
@@ -407,8 +407,7 @@ def policy_loss_of_logits(
         >>> advantages = torch.tensor([1.0, -1.0])
         >>> output = liger_hw.policy_loss_of_logits(logits, tokens, advantages, beta=0.0)
     """
-    check_option_names(options, policy_loss_of_logits)
-    options = PolicyOptions(**options)
+    options = _read_options(options, policy_loss_of_logits)
     check(options.entropy_coef == 0, "entropy_coef", options.entropy_coef, "0, from logits")
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
     check(batch.ref_log_probs is not None or not options.beta, "ref_log_probs", None, "(B, T), where beta is not 0")

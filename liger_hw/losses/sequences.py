@@ -282,10 +282,8 @@ class _Computation:
 
     def _differentiate(self, groups):
         """Return the formula's outputs for a slice of the groups; keep its gradient for `_backward`."""
-        leaves = [
-            row if row is None else row.detach().requires_grad_(self.needs_grad)
-            for row in self.groups.select(self.by_row, groups)
-        ]
+        selected = self.groups.select(self.by_row, groups)
+        leaves = [row if row is None else row.detach().requires_grad_(self.needs_grad) for row in selected]
         with torch.set_grad_enabled(self.needs_grad):
             value, *others = self.formula(*leaves, groups)
         if self.needs_grad:

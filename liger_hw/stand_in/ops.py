@@ -25,13 +25,11 @@ def LigerCrossEntropyFunction(
     softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
 ):  # fmt: skip
     """Return `liger_cross_entropy` as (loss, z_loss, token_accuracy, predicted_tokens), each None unless requested."""
-    return loss_utils.unpack_cross_entropy_result(
-        functional.liger_cross_entropy(
-            _input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
-            lse_square_scale=lse_square_scale, softcap=softcap, return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
-        )
+    result = functional.liger_cross_entropy(
+        _input, target, weight, None, ignore_index, None, reduction, label_smoothing, lse_square_scale, softcap,
+        return_z_loss, return_token_accuracy, return_predicted_tokens,
     )  # fmt: skip
+    return loss_utils.unpack_cross_entropy_result(result)
 
 
 @function_class
@@ -41,13 +39,12 @@ def LigerFusedLinearCrossEntropyFunction(
     return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None, ce_mode=None, chunk_mem_const=1,
 ):  # fmt: skip
     """Return `liger_fused_linear_cross_entropy` as (loss, z_loss, token_accuracy, predicted_tokens)."""
-    return loss_utils.unpack_cross_entropy_result(
-        functional.liger_fused_linear_cross_entropy(
-            _input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
-            softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
-            chunk_mem_const,
-        )
+    result = functional.liger_fused_linear_cross_entropy(
+        _input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
+        softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+        chunk_mem_const,
     )  # fmt: skip
+    return loss_utils.unpack_cross_entropy_result(result)
 
 
 @function_class

@@ -32,10 +32,8 @@ def _patch(model, **flags):
 
 def _function_of(family, defaults, is_open=False):
     """Return `apply_liger_kernel_to_<family>` with the parameters `defaults`."""
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-        for name, default in defaults.items()
-    ]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, default=default) for name, default in defaults.items()]
     if is_open:
         parameters.append(inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD))
 
@@ -122,9 +120,7 @@ class _ByModelType(dict):
 
 _FUNCTIONS = {family: _function_of(family, defaults, family in OPEN) for family, defaults in FAMILIES.items()}
 globals().update((function.__name__, function) for function in _FUNCTIONS.values())
-MODEL_TYPE_TO_APPLY_LIGER_FN = _ByModelType(
-    (model_type, _FUNCTIONS[family]) for model_type, family in MODEL_TYPES.items()
-)
+MODEL_TYPE_TO_APPLY_LIGER_FN = _ByModelType({name: _FUNCTIONS[family] for name, family in MODEL_TYPES.items()})
 
 
 def _apply_liger_kernel_to_instance(model, **kwargs):
