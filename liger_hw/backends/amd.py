@@ -5,8 +5,7 @@ from os.path import commonprefix
 
 import torch
 
-from liger_hw.backends.core import Core
-from liger_hw.backends.device import Architecture, Device, KiB, MiB
+from liger_hw.backends.device import Architecture, Core, Device, KiB, MiB
 
 NAME = "AMD"
 KNOBS = {"waves_per_eu": (1, 2, 4)}  # compiler options that the tuner varies in addition to a Config

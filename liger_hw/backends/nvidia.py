@@ -2,8 +2,7 @@
 
 import torch
 
-from liger_hw.backends.core import Core
-from liger_hw.backends.device import Architecture, Device, KiB, MiB
+from liger_hw.backends.device import Architecture, Core, Device, KiB, MiB
 
 NAME = "NVIDIA"
 KNOBS = {}  # compiler options that the tuner varies in addition to a Config

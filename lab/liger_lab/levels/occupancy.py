@@ -6,7 +6,7 @@ occupancy model (SIInstrInfo, AMDGPUBaseInfo).
 
 from dataclasses import dataclass
 
-from liger_hw.backends.core import Core
+from liger_hw.backends.device import Core
 
 
 @dataclass(frozen=True)
