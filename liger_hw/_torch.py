@@ -31,7 +31,7 @@ from torch.overrides import _get_current_function_mode_stack as active_function_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_dispatch_modes  # innermost last
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 CALL = torch.nn.Module.__call__, torch.nn.Module._call_impl  # of every module, unless its class replaces one

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from liger_hw import backends
+from liger_hw._torch import tree_leaves
 from liger_hw._triton import triton
 from liger_hw.hooks import hooks
 from liger_hw.tuning import choice, entries
@@ -235,8 +236,8 @@ class _Search:
         for x, before in zip(self.written, self.before):
             x.copy_(before)
         with choice.override(self.key, config):
-            returned = self.function()
-        return [*_tensors(returned), *(x.clone() for x in self.written)]
+            returned = tree_leaves(self.function())
+        return [*filter(torch.is_tensor, returned), *(x.clone() for x in self.written)]
 
 
 def _equal_but_for_roundings(results, expected) -> bool:
@@ -263,13 +264,6 @@ def _equal_but_for_roundings(results, expected) -> bool:
 
 
 _PART = 2**24  # values
-
-
-def _tensors(value) -> list[torch.Tensor]:
-    """List the tensors in nested tuples, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [x for part in value for x in _tensors(part)] if isinstance(value, (tuple, list)) else []
 
 
 def _ms(seconds: float) -> float:
