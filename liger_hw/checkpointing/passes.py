@@ -240,16 +240,13 @@ class Activations:
         def reached(grad):
             if before is not None and before() is not None:
                 before().prefetch()
-            self._reach(current, index)
+            if not current.going_backward:
+                current.going_backward = True
+                after_backward(functools.partial(self._finish, current))
+            if current.phase.measures_memory:
+                current.peaks[index + 1] = self.memory.peak()
 
         output.register_hook(reached)
-
-    def _reach(self, current, index):
-        if not current.going_backward:
-            current.going_backward = True
-            after_backward(functools.partial(self._finish, current))
-        if current.phase.measures_memory:
-            current.peaks[index + 1] = self.memory.peak()
 
     # one pass ---------------------------------------------------------------------------------------------------------
 
@@ -344,12 +341,9 @@ class Activations:
                 "before it. Call liger_hw.activations again with a smaller budget than %s",
                 size(self.plan.budget),
             )
-            self._stop()
+            self.phase, self.plan = Phase.STOPPED, None
         elif self.phase is not Phase.STOPPED:
             self.phase = Phase.WARM_UP
-
-    def _stop(self):
-        self.phase, self.plan = Phase.STOPPED, None
 
     # planning ---------------------------------------------------------------------------------------------------------
 
@@ -359,15 +353,15 @@ class Activations:
         if self.pcie_bandwidth is None:
             self.pcie_bandwidth = self.transfers.measure() if self.host_bytes else 0.0
         plan = make_plan(self.measured, budget, self.host_bytes, self.pcie_bandwidth, self.rejected, self.memory.counts)
-        if plan is None and self.plan is None:
-            self._stop()
-            raise self._too_small(self.measured.recomputing_peak())
         if plan is None:
+            had_plan = self.plan is not None
+            self.phase, self.plan = Phase.STOPPED, None
+            if not had_plan:
+                raise self._too_small(self.measured.recomputing_peak())
             logger.warning(
                 "liger_hw.activations: tensors outside the layers have grown, and nothing fits %s any more, so every "
                 "layer is recomputed from now on", size(budget),
             )  # fmt: skip
-            self._stop()
             return
         self.rejects_anew, self.passes_under_plan = False, 0
         if not plan.same_as(self.plan):

@@ -7,6 +7,7 @@ import textwrap
 import torch
 
 WIDTH = 100  # columns of a help
+COMMANDS = textwrap.TextWrapper(WIDTH - 2, "  ", " " * 6, break_long_words=False, break_on_hyphens=False)
 
 
 def add_command(commands, name: str, run, summary: str, about: str, examples: dict, time: str):
@@ -25,7 +26,7 @@ def add_command(commands, name: str, run, summary: str, about: str, examples: di
     lines = [f"  liger-hw {f'{name} {words}'.strip():<{width + 1}}   {text}" for words, text in examples.items()]
     if max(map(len, lines)) > WIDTH:  # each effect above its command
         commands_of = {f"liger-hw {name} {words}".strip(): text for words, text in examples.items()}
-        lines = [f"  # {text}\n" + " \\\n".join(_wrapped(command)) for command, text in commands_of.items()]
+        lines = [f"  # {text}\n" + " \\\n".join(COMMANDS.wrap(command)) for command, text in commands_of.items()]
     parser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter,
         help=summary, description=textwrap.fill(about, WIDTH),
@@ -34,11 +35,6 @@ def add_command(commands, name: str, run, summary: str, about: str, examples: di
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
     return parser
-
-
-def _wrapped(command: str) -> list[str]:
-    indents = {"initial_indent": "  ", "subsequent_indent": "      "}
-    return textwrap.wrap(command, WIDTH - 2, break_long_words=False, break_on_hyphens=False, **indents)
 
 
 def show(args, results, *lines: str) -> None:

@@ -19,10 +19,11 @@ FLAGS = {  # key of the configuration -> flags of `patch`
     "liger_rms_norm": ("rms_norm",),
     "liger_layer_norm": ("layer_norm",),
     "liger_glu_activation": ("swiglu", "geglu"),
+    "liger_swiglu": ("swiglu", "geglu"),  # an older name of the key above
     "liger_cross_entropy": ("cross_entropy",),
     "liger_fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
 }
-KEYS = (*FLAGS, "liger_swiglu", "liger_rms_norm_gated", "liger_use_token_scaling")  # the last three: see `check_keys`
+KEYS = (*FLAGS, "liger_rms_norm_gated", "liger_use_token_scaling")  # see `check_keys` for the last two
 OTHER = "axolotl.integrations.liger.LigerPlugin"
 
 
@@ -68,12 +69,9 @@ class LigerHwPlugin(BasePlugin):
     def post_model_build(self, cfg, model):
         """Patch `model` by the keys of `cfg`. `liger_cross_entropy` disables the fused loss."""
         check_keys(cfg)
-        keys = dict(cfg)
-        if keys.get("liger_swiglu") is not None:
-            keys["liger_glu_activation"] = keys["liger_swiglu"]
         flags = {}
         for key, names in FLAGS.items():
-            value = keys.get(key)
+            value = cfg.get(key)
             flags |= {name: value for name in names if value is not None}
         if flags.get("cross_entropy"):
             flags.setdefault("fused_linear_cross_entropy", False)

@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from liger_hw._triton import AVAILABLE, triton
 from liger_hw.tuning import entries
@@ -66,9 +65,7 @@ def tuned(heuristic, name=None):
     return config
 
 
-@functools.cache
-def _table(file: Path) -> dict:
-    return entries.read_table(file)
+_table = functools.cache(entries.read_table)
 
 
 def is_current(key: str, entry: dict) -> bool:
