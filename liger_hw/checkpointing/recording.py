@@ -109,10 +109,10 @@ class LayerRecorder(ForwardMode):
 
     def __init__(self, layer, hidden, can_leave, clock, hooked):
         super().__init__(hooked)
-        self.layer = layer
-        self.clock, self.times, self.operations, self.last, self.collective = clock, [], [], 0, False
-        self.others, self.last_other = [], 0  # (start, end) of operations that write to arguments
-        self.input_bytes, self.input_can_leave = hidden.nbytes, can_leave
+        self.layer, self.clock = layer, clock
+        self.call = LayerRecord(input_bytes=hidden.nbytes, input_can_leave=can_leave)
+        self.times, self.last = [], 0  # (start, end) of operations, and their number at the last saved tensor
+        self.others, self.last_other = [], 0  # the same of operations that write to arguments
         self.parts = {}  # memory of a parameter -> the part of the layer
         self.producers = {}  # memory -> the operation that allocated it, or None
         self.saved = []  # (a saved tensor, a reference to checkpointing's holder of it)
@@ -125,7 +125,7 @@ class LayerRecorder(ForwardMode):
             packed = pack(x)
             if type(x) is torch.Tensor and operations.memory_of(x) in self.producers:
                 self.saved.append((x.detach(), weakref.ref(packed)))
-            self.last, self.last_other = len(self.operations), len(self.others)
+            self.last, self.last_other = len(self.times), len(self.others)
             return packed
 
         self.hooks = torch.autograd.graph.saved_tensors_hooks(record, unpack)
@@ -146,7 +146,7 @@ class LayerRecorder(ForwardMode):
         self.hooks.__exit__(*error)
         self.hooks = None  # it refers to this recorder: the cycle would hold the layer's input beyond the pass
         storages = [x.untyped_storage() for x, packed in self.saved if packed() is not None]  # in a graph that is alive
-        self.saved_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        self.call.saved_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         self.saved.clear()
 
     def see(self, operation, args, kwargs):
@@ -161,7 +161,7 @@ class LayerRecorder(ForwardMode):
         end = self.clock.now() if kind is not operations.FREE else None
         if kind is operations.MUTATES:
             self.others.append((start, end))
-        self.collective |= "c10d" in getattr(operation, "namespace", "")
+        self.call.collective |= "c10d" in getattr(operation, "namespace", "")
         inputs = {operations.memory_of(x) for x in operations.tensors_in([*args, *kwargs.values()]) if has_memory(x)}
         outputs = [x for x in operations.tensors_in(results) if not is_plain(x) or x.numel()]
         memory = {operations.memory_of(x): x.untyped_storage().nbytes() for x in outputs if is_plain(x)}
@@ -173,8 +173,9 @@ class LayerRecorder(ForwardMode):
                 keepable &= torch.equal(random_before, operations.random_state(operation, self.clock.device))
             self.times.append((start, end))
             name = operation.__name__.partition(".")[0].strip("_")
-            self.operations.append(Operation(operation, part or name, sum(new.values()), keepable))
-            self.producers.update(dict.fromkeys(new, self.operations[-1]))
+            recorded = Operation(operation, part or name, sum(new.values()), keepable)
+            self.call.operations.append(recorded)
+            self.producers.update(dict.fromkeys(new, recorded))
         elif part is None:
             self.producers.update(dict.fromkeys(new))
         else:  # a view or a cast of a parameter
@@ -183,11 +184,9 @@ class LayerRecorder(ForwardMode):
 
     def record(self) -> LayerRecord:
         """Return the record; waits for the device."""
-        for operation, (start, end) in zip(self.operations, self.times):
+        for operation, (start, end) in zip(self.call.operations, self.times):
             operation.seconds = self.clock.between(start, end)
         seconds = self.clock.between(self.start, self.end)
         other_seconds = sum(self.clock.between(*times) for times in self.others[: self.last_other])
-        return LayerRecord(
-            self.operations[: self.last], self.saved_bytes, self.input_bytes, seconds, other_seconds, self.collective,
-            self.input_can_leave,
-        )  # fmt: skip
+        operations = self.call.operations[: self.last]
+        return replace(self.call, operations=operations, seconds=seconds, other_seconds=other_seconds)
