@@ -70,10 +70,9 @@ def liger_fused_linear_cpo(
     compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1,
 ):  # fmt: skip
     """Compute `preference_loss` without a reference model: see `LigerFusedLinearCPOLoss`."""
-    alpha = alpha if compute_nll_loss else 0.0
     return _with_metrics(
-        preference_loss, _input, weight, target, bias, "sigmoid", beta, label_smoothing, alpha, average_log_prob,
-        ignore_index=ignore_index,
+        preference_loss, _input, weight, target, bias, "sigmoid", beta, label_smoothing,
+        alpha if compute_nll_loss else 0.0, average_log_prob, ignore_index=ignore_index,
     )  # fmt: skip
 
 
@@ -82,10 +81,9 @@ def liger_fused_linear_simpo(
     compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1,
 ):  # fmt: skip
     """Compute `preference_loss` of averaged log-probabilities with a margin: see `LigerFusedLinearSimPOLoss`."""
-    alpha = alpha if compute_nll_loss else 0.0
     return _with_metrics(
-        preference_loss, _input, weight, target, bias, "simpo", beta, label_smoothing, alpha, True,
-        ignore_index=ignore_index, gamma=gamma,
+        preference_loss, _input, weight, target, bias, "simpo", beta, label_smoothing,
+        alpha if compute_nll_loss else 0.0, True, ignore_index=ignore_index, gamma=gamma,
     )  # fmt: skip
 
 
@@ -155,9 +153,8 @@ def liger_fused_linear_grpo(
     policy_is_reference = not use_ref_model and ref_per_token_logps is None  # then the KL and its gradient are 0
     if policy_is_reference:
         ref_input, options["beta"] = None, 0.0
-    batch_shape = selected_token_ids.shape
     output = policy_loss(
-        _input.reshape(*batch_shape, -1), weight, selected_token_ids, advantages, attention_mask, bias,
+        _input.reshape(*selected_token_ids.shape, -1), weight, selected_token_ids, advantages, attention_mask, bias,
         old_per_token_logps, ref_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio,
         items_per_rank(attention_mask, num_items_in_batch), **options,
     )  # fmt: skip
