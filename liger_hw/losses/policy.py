@@ -74,15 +74,15 @@ class PolicyOptions:
         as_option = 'another one with importance_sampling_level="sequence", which is GSPO'
         check(self.loss_type != "gspo", "loss_type", "gspo", as_option)
         check_known("loss_type", self.loss_type, OBJECTIVES)
-        levels = ("token", "sequence") if OBJECTIVES[self.loss_type] is clipped else ("token",)
+        clips = OBJECTIVES[self.loss_type] is clipped
+        levels = ("token", "sequence") if clips else ("token",)
         name = "importance_sampling_level"
         check_known(name, self.importance_sampling_level, levels, f"Importance sampling levels of {self.loss_type}")
         check_known("kl_estimator", self.kl_estimator, KL)
         for name in ("delta", "max_completion_length"):
             if getattr(self, name) is not None:
                 check_numbers("None or a positive number", above=0, **{name: getattr(self, name)})
-        limited = self.delta is None or OBJECTIVES[self.loss_type] is clipped
-        check(limited, "delta", self.delta, f"None for {self.loss_type}")
+        check(clips or self.delta is None, "delta", self.delta, f"None for {self.loss_type}")
         numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.type is float}
         from_0, positive = ("beta", "epsilon_low"), ("temperature", "sapo_temperature_pos", "sapo_temperature_neg")
         check_numbers("0 or more", least=0, most=math.inf, epsilon_high=numbers.pop("epsilon_high"))
@@ -99,46 +99,37 @@ def _read_options(options, function):
     return PolicyOptions(**options)
 
 
-class Tokens(NamedTuple):
-    """Inputs of a token's loss: tensors of one shape; phi may be None.
-
-    Attributes:
-        log_probs: log-probabilities by the policy. log_weights: log r. advantages: A. phi: sequence weight of "vespo".
-    """
-
-    log_probs: torch.Tensor
-    log_weights: torch.Tensor
-    advantages: torch.Tensor
-    phi: torch.Tensor | None
+# objectives: (log-probabilities by the policy, log r, the `Batch`, options) -> (loss, is clipped) of each token
 
 
-def clipped(tokens, options):
+def clipped(log_probs, log_weights, batch, options):
     """Compute PPO's loss, arXiv:1707.06347 eq. 7, and GRPO's, arXiv:2402.03300 eq. 3."""
-    r = tokens.log_weights.exp()
+    r = log_weights.exp()
     inside = r.clamp(1 - options.epsilon_low, 1 + options.epsilon_high)
     limited = r if options.delta is None else r.clamp(max=options.delta)
-    loss = -torch.minimum(limited * tokens.advantages, inside * tokens.advantages)
+    loss = -torch.minimum(limited * batch.advantages, inside * batch.advantages)
     low, high = r < 1 - options.epsilon_low, r > 1 + options.epsilon_high
-    return loss, (low & (tokens.advantages < 0)) | (high & (tokens.advantages > 0))
+    return loss, (low & (batch.advantages < 0)) | (high & (batch.advantages > 0))
 
 
-def cispo(tokens, options):
+def cispo(log_probs, log_weights, batch, options):
     """Compute CISPO's loss, arXiv:2506.13585 eq. 4: a constant clipped ratio weights the log-probability."""
-    r = tokens.log_weights.detach().exp()
-    loss = -r.clamp(max=options.epsilon_high) * tokens.advantages * tokens.log_probs
-    return loss, (r > options.epsilon_high) & (tokens.advantages > 0)
+    r = log_weights.detach().exp()
+    loss = -r.clamp(max=options.epsilon_high) * batch.advantages * log_probs
+    return loss, (r > options.epsilon_high) & (batch.advantages > 0)
 
 
-def sapo(tokens, options):
+def sapo(log_probs, log_weights, batch, options):
     """Compute SAPO's loss, arXiv:2511.20347: a soft gate on the ratio replaces clipping."""
-    tau = torch.where(tokens.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
-    gate = torch.sigmoid(tau * (tokens.log_weights.exp() - 1)) * 4 / tau
-    return -gate * tokens.advantages, torch.zeros_like(gate, dtype=torch.bool)
+    tau = torch.where(batch.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+    gate = torch.sigmoid(tau * (log_weights.exp() - 1)) * 4 / tau
+    return -gate * batch.advantages, torch.zeros_like(gate, dtype=torch.bool)
 
 
-def vespo(tokens, options):
+def vespo(log_probs, log_weights, batch, options):
     """Compute VESPO's loss, arXiv:2602.10693: `vespo_weights`, constant, weight the log-probabilities."""
-    loss = -tokens.phi * tokens.advantages * tokens.log_probs
+    phi = vespo_weights(log_weights, batch.advantages, batch.mask, batch.ratio, options)
+    loss = -phi * batch.advantages * log_probs
     return loss, torch.zeros_like(loss, dtype=torch.bool)
 
 
@@ -197,14 +188,11 @@ def token_weights(mask, options, num_items=None, dtype=torch.float32):
 def _losses(log_probs, entropy, batch, options):
     """Compute (loss, KL or None, is clipped) of each token; any values at masked positions."""
     old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-    log_weights, phi = log_probs - old, None
-    if options.loss_type == "vespo":
-        phi = vespo_weights(log_weights, batch.advantages, batch.mask, batch.ratio, options)
+    log_weights = log_probs - old
     if options.importance_sampling_level == "sequence":
         log_weights = log_weights.sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
         log_weights = log_weights.expand(log_probs.shape)
-    tokens = Tokens(log_probs, log_weights, batch.advantages, phi)
-    loss, is_clipped = OBJECTIVES[options.loss_type](tokens, options)
+    loss, is_clipped = OBJECTIVES[options.loss_type](log_probs, log_weights, batch, options)
     if batch.ratio is not None and options.loss_type != "vespo":  # phi of "vespo" includes the ratio
         loss = loss * batch.ratio
     kl = None
