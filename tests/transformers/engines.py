@@ -140,9 +140,13 @@ def accelerate_fsdp2(model, **options):
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
         transformer_cls_names_to_wrap=[type(layers_of(model)[0]).__name__], **options,
     )  # fmt: skip
-    state = SimpleNamespace(fsdp_plugin=plugin)
     rounds = plugin.mixed_precision_policy is not None
-    accelerator = SimpleNamespace(state=state, mixed_precision="bf16" if rounds else "no", is_main_process=False)
+    # without a mesh torch takes the GPUs, also where there are fewer of them than ranks
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("ranks",))
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="bf16" if rounds else "no", is_main_process=False,
+        torch_device_mesh=mesh, parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+    )  # fmt: skip
     return FSDP2(fsdp2_prepare_model(accelerator, model))
 
 
