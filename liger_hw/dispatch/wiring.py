@@ -110,10 +110,10 @@ class _Wiring:
         self.saved = [name for name in kept if name in results or _has_tensors(inputs.get(name))]
         self.options = [name for name in kept if name not in self.saved]
         self.flags = [f"{name}_grad" for name in self.gradients]
-        self.partial = any(type(None) in get_args(self.parameters[name].annotation) for name in read
-                           if name in self.incoming)  # fmt: skip
-        # One result has a gradient: autograd need not make zeros for the others, and without it nothing is to compute.
-        self.partial |= len(self.returned) == len(self.without_gradient) + 1 > 1
+        differentiable = [name for name in self.incoming if name[1:] not in without_gradient]
+        optional = {n for n in differentiable if type(None) in get_args(self.parameters[n].annotation)}
+        # the gradients that the backward takes as zeros where another result has one
+        self.filled = [n for n in differentiable if n not in optional] if len(differentiable) > 1 else []
         self.takes_context = "ctx" in read
         arguments_by_name(backward, ["ctx", *kept, *self.incoming, *outgoing])  # raises a TypeError for others
 
@@ -155,6 +155,7 @@ class _Wiring:
             ]),
             run_forward=self.forward, run_backward=gradient, is_compiling=is_compiling, in_forward_ad=in_forward_ad,
             transforms_active=transforms_active, is_grad_enabled=torch.is_grad_enabled,
+            shape_and_kind=_shape_and_kind, zeros_for_none=_zeros_for_none,
             **{f"{name}_type": self.inputs[name] for name in self.saved if is_tuple(self.inputs.get(name))},
         )  # fmt: skip
         members = {part: staticmethod(functions[part]) for part in ("forward", "backward")}
@@ -172,8 +173,9 @@ class _Wiring:
             yield f"ctx.save_for_backward({saved})"
         if self.options:
             yield f"ctx.options = {', '.join(self.options)},"
-        if self.partial:
-            yield "ctx.set_materialize_grads(False)"
+        yield "ctx.set_materialize_grads(False)"
+        if self.filled:
+            yield f"ctx.like = {', '.join(f'shape_and_kind({name[1:]})' for name in self.filled)},"
         if self.takes_context:
             yield "ctx.spent = None"
         if self.without_gradient:
@@ -192,9 +194,11 @@ class _Wiring:
             yield "    raise RuntimeError(ctx.spent)"
         for result in self.depends:
             yield f"d{result} = d{result} if {self._needed(result)} else None"
-        if self.partial:
-            yield f"if {' and '.join(f'{name} is None' for name in self.incoming)}:"
-            yield f"    return {'None, ' * len(self.arguments)}"
+        # no gradient stays none, as in torch's own functions: an optimizer decays a parameter whose gradient is zeros
+        yield f"if {' and '.join(f'{name} is None' for name in self.incoming)}:"
+        yield f"    return {'None, ' * len(self.arguments)}"
+        if self.filled:
+            yield f"{', '.join(self.filled)} = zeros_for_none(({', '.join(self.filled)}), ctx.like)"
         fields = {name: self.inputs[name]._fields for name in self.saved if is_tuple(self.inputs.get(name))}
         fields = {name: [f"{name}_{field}" for field in names] for name, names in fields.items()}
         if self.saved:
@@ -215,6 +219,19 @@ class _Wiring:
             arguments = arguments_by_name(self.backward, known)
         yield f"{', '.join(f'd{name}' for name in self.gradients)} = run_backward({arguments})"
         yield f"return {', '.join(f'd{name}' if name in self.gradients else 'None' for name in self.arguments)},"
+
+
+def _shape_and_kind(result):
+    return None if result is None else (result.shape, {"dtype": result.dtype, "device": result.device})
+
+
+def _zeros_for_none(grads, like):
+    """Return the gradients of several results, zeros where there is none.
+
+    `like`: `_shape_and_kind` of each result.
+    """
+    absent = (None if known is None else torch.zeros(known[0], **known[1]) for known in like)
+    return [zeros if grad is None else grad for grad, zeros in zip(grads, absent)]
 
 
 def _has_tensors(annotation):

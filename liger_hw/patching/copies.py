@@ -19,6 +19,7 @@ class _Watched(torch.autograd.Function):
         ctx.wrappers = wrappers
         copies, factors = tensors[:count], tensors[count:]
         ctx.kept = len(factors)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*factors, *(factor.clone() for factor in factors if factor.is_cpu))
         return copies
 

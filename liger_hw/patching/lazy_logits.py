@@ -466,6 +466,7 @@ class FusedFunction(FunctionOfLazyLogits):
 
     @staticmethod
     def forward(ctx, logits, fused, ordinary, casts):
+        ctx.set_materialize_grads(False)
         call, source, steps = logits.cell.call, logits.cell.source, logits.cell.record.steps
         learning = zip(source.tensors, call.learns)
         leaves = [t.new_empty(()).expand(t.shape).requires_grad_() if learns else None for t, learns in learning]
@@ -483,6 +484,8 @@ class FusedFunction(FunctionOfLazyLogits):
 
     @staticmethod
     def backward(ctx, grad, *_):
+        if grad is None:
+            return None, None, None, None
         if _torch.compiles_backward():  # which loses the gradient's class
             raise RuntimeError(f"compiled autograd cannot run the backward of logits that were not computed: {ADVICE}")
         _ = ctx.saved_tensors  # torch's error, if the graph was freed

@@ -32,11 +32,12 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gradients):
         ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dx):
-        del ctx.gradients[backward_number()]
+        ctx.gradients.pop(backward_number(), None)
         return dx, None
 
 
@@ -49,10 +50,13 @@ class _Piece(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, start, size, gradients):
         ctx.place, ctx.shape, ctx.gradients = (start, size), x.shape, gradients
+        ctx.set_materialize_grads(False)
         return x.narrow(-2, start, size)
 
     @staticmethod
     def backward(ctx, d):
+        if d is None:
+            return None, None, None, None
         gradients, number, first = ctx.gradients, backward_number(), None
         if number not in gradients:
             first = gradients[number] = d.new_zeros(ctx.shape)

@@ -41,12 +41,15 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):  # in dispatch
         elif alpha:
             loss = loss + alpha * (statistics.lse - logits.sum(-1, dtype=torch.float32) / cols)
         ctx.save_for_backward(logits, target, torch.stack((statistics.peak, statistics.total), -1))
+        ctx.set_materialize_grads(False)
         ctx.rest = plan, scaling, alpha, plan.vocabulary if mode == "global" else cols
         return torch.where(columns.counts, loss, 0).float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
+        if dloss is None:
+            return (None,) * 6
         logits, target, partition = ctx.saved_tensors
         plan, scaling, alpha, averaged = ctx.rest
         gradient, dloss = logits.clone(), dloss.to(partition.dtype)

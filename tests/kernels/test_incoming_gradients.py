@@ -70,3 +70,43 @@ def test_incoming_gradients_of_any_size(op, dtype, scale, backend, device, pytes
     one_case = interpreting() and pytestconfig.getoption("--archs") == "turns"
     part = (HERE.index((dtype, scale)), 1) if one_case else ()  # each of the three pairs takes another case
     check(OPS[op], scale / ITEMS, dtype, backend, device, *part)
+
+
+class Unreached(torch.autograd.Function):
+    """The identity, which returns no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def gradients_of(op, inputs, options, backend, reaches):
+    """Return the gradients of an op's inputs where only the results that `reaches` names by place pass one on."""
+    leaves = [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in inputs]
+    views = [x.view_as(x) if torch.is_tensor(x) and x.requires_grad else x for x in leaves]  # as in a model
+    with use_backend(backend):
+        outputs = OPS[op](*views, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    learning = [y for y in outputs if y is not None and y.requires_grad]
+    parts = [y if i in reaches else Unreached.apply(y) for i, y in enumerate(learning)]
+    anchor = torch.zeros((), requires_grad=True, device=learning[0].device)
+    (anchor + sum(part.square().sum() for part in parts)).backward()
+    return [x.grad for x in leaves if torch.is_tensor(x) and x.requires_grad], len(learning)
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_no_incoming_gradient_stays_none(op, backend, device):
+    """An optimizer decays the weight whose gradient is zeros, not the one without a gradient."""
+    inputs, options = next(iter(small_cases(op, torch.float32, device)))
+    grads, results = gradients_of(op, inputs, options, backend, ())
+    assert all(grad is None for grad in grads)
+    for place in range(results if results > 1 else 0):
+        ours, plain = (gradients_of(op, inputs, options, name, (place,))[0] for name in (backend, "reference"))
+        assert [grad is None for grad in ours] == [grad is None for grad in plain]
+        for grad, exact in zip(ours, plain):
+            if exact is not None:
+                torch.testing.assert_close(grad, exact, rtol=1e-3, atol=1e-4 * exact.abs().max().item())

@@ -110,6 +110,7 @@ class GradientsInForward(Function):
                 f"torch.export with strict=True keeps no backward of {op}, so the exported loss would not train: "
                 f"{GradientsInForward.instead}, or export with strict=False, without a backward"
             )
+        ctx.set_materialize_grads(False)
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*gradients)
         else:  # the backward must hold the only reference, or autograd copies the gradients
@@ -118,6 +119,8 @@ class GradientsInForward(Function):
 
     @staticmethod
     def backward(ctx, dloss, *_):
+        if dloss is None:
+            return (None,) * len(ctx.needs_input_grad)
         if torch.compiler.is_compiling():
             kept = zip(ctx.saved_tensors, ctx.dtypes)
             gradients = [(gradient * dloss.to(gradient.dtype)).to(dtype) for gradient, dtype in kept]

@@ -226,7 +226,6 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
             again=again, weight=weight,
         )  # fmt: skip
         ctx.mark_non_differentiable(z_loss, predicted, entropy)
-        ctx.set_materialize_grads(False)
         return loss.sum(), z_loss, predicted, entropy
 
 
