@@ -8,7 +8,6 @@ import torch
 from liger_hw.dispatch.ops import compiler_fuses
 from liger_hw.patching.pins import digest, functions_in, guard
 from liger_hw.patching.reading import Pin, add_entries, read, read_function
-from liger_hw.patching.values import is_known
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Match:
 
     def codes(self, original):
         """Return the `Code` of everything that computes a module: methods, children, functions in attributes."""
-        functions = dict.fromkeys(f for pin in self.pinned for f in functions_in(pin.value) if not is_known(f))
+        functions = dict.fromkeys(f for pin in self.pinned for f in functions_in(pin.value))
         codes = [add_entries(read(original, self.methods), self.strings), *(read(cls) for _, cls in self.bypassed)]
         return [*codes, *map(read_function, functions)]
 

@@ -207,24 +207,21 @@ def _normalized_width(module):
 def _match_layer_norm(module):
     """Match `torch.nn.LayerNorm` or a subclass that scales by weight or 1 + weight."""
     names = {"weight": "weight", "bias": "bias", "eps": "eps"}
-    if len(module.normalized_shape) != 1:
-        return None
-    if type(module) is torch.nn.LayerNorm:
-        return NormMatch.of(layer_norm, {}, names)
-    if module.weight is None or module._modules:
-        return None
-    width = module.weight.numel() or PROBE_WIDTH
     parts = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
+    is_derived = type(module) is not torch.nn.LayerNorm
+    if len(module.normalized_shape) != 1 or module._modules or is_derived and module.weight is None:
+        return None
+    width = module.weight.numel() or PROBE_WIDTH if parts else module.normalized_shape[0]
 
     def with_eps(eps, training, x, *parameters):
         parameters = dict.fromkeys(("weight", "bias")) | dict(zip(parts, parameters))
         return type(module).forward(probing.copy_of(module, parameters, {}, eps=eps, training=training), x)
 
     case = probing.case_of(width, weights=len(parts))
-    for offset in (0.0, 1.0):
+    for offset in (0.0, 1.0) if is_derived else (0.0,):
 
-        def by_op(eps, _, x, weight, bias=None, offset=offset):
-            return layer_norm.reference(x, weight + offset, bias, eps)
+        def by_op(eps, _, x, weight=None, bias=None, offset=offset):
+            return layer_norm.reference(x, weight + offset if offset else weight, bias, eps)
 
         functions = (functools.partial(function, PROBE_EPS) for function in (with_eps, by_op))
         if witnesses.Proof(*functions, case, exact=False).holds_for(module):

@@ -22,7 +22,16 @@ from liger_hw import _torch
 from liger_hw.patching import reading
 from liger_hw.patching.hooks import is_intercepted, original_class
 from liger_hw.patching.reading import Pin
-from liger_hw.patching.values import KNOWN_PACKAGES, MISSING, computes, is_bound, is_known, is_zero3_linear, may_compute
+from liger_hw.patching.values import (
+    ENUM_ATTRIBUTES,
+    KNOWN_PACKAGES,
+    MISSING,
+    computes,
+    is_bound,
+    is_known,
+    is_zero3_linear,
+    may_compute,
+)
 from liger_hw.patching.witnesses import cover
 
 MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
@@ -32,6 +41,7 @@ COMPARABLE = (
 )  # fmt: skip
 NAMED = (types.FunctionType, types.BuiltinFunctionType)
 CONTAINERS = (list, dict, set, collections.deque)
+ENUM_BOOKKEEPING = ENUM_ATTRIBUTES - {"_value_"}
 DEEPEST = 8  # of nested containers, beyond which a value cannot be compared
 HARMLESS_MODES = set()  # classes of modes, besides torch's and this package's, that change no operation
 # that of linear layers, which replacements compute themselves, is nn.Module's, which torch.fx replaces while it traces
@@ -62,6 +72,8 @@ def fact(value, within=()):
         held = value.func, value.args, value.keywords
     elif may_compute(value):
         raise Incomparable
+    elif isinstance(value, enum.Enum):
+        held = tuple(item for item in vars(value).items() if item[0] not in ENUM_BOOKKEEPING)
     elif isinstance(value, dict):
         held = tuple(value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -94,6 +106,8 @@ def is_plain(value):
     """Tell whether a value cannot change as long as it is the same object."""
     if isinstance(value, type):
         return is_known(value) and not issubclass(value, torch.nn.Module)
+    if isinstance(value, enum.Enum):
+        return vars(value).keys() <= ENUM_ATTRIBUTES and is_plain(value.value)
     return isinstance(value, COMPARABLE) and not is_bound(value) and not may_compute(value)
 
 
@@ -149,7 +163,7 @@ def attribute_pins(module, code, exempt=(), children=()):
         absent = [name for name, value in getattr(module, table).items() if value is None and name in code.names]
         pins += [AttributePin(children, (table, f"get({n!r})"), None, True) for n in absent if n not in exempt]
     for function in (function for pin in pins for function in functions_in(pin.value)):
-        if vars(function).keys() & code.attributes:
+        if getattr(function, "__dict__", {}).keys() & code.attributes:
             raise Incomparable(f"reads an attribute of the function {function.__name__}")
     for head, *rest in code.chains:
         if rest and head in module._modules and not _reads_a_tensor(module._modules[head], rest):
@@ -189,8 +203,8 @@ def _reads_a_tensor(child, names):
 
 
 def functions_in(value):
-    """Yield the functions of Python in a pinned value or a `fact`."""
-    if isinstance(value, types.FunctionType):
+    """Yield the functions in a pinned value or a `fact`."""
+    if isinstance(value, NAMED):
         yield value
     elif isinstance(value, tuple):
         for item in value:
@@ -437,8 +451,8 @@ def code_guard(pins, classes=()):
 
 def _generate(parameters, conditions, values):
     source = f"def unchanged({parameters}):\n try:\n  return {' and '.join(conditions)}\n"
-    source += " except (KeyError, AttributeError):\n  return False\n"
-    namespace = dict(values)
+    source += " except (KeyError, AttributeError, Incomparable):\n  return False\n"
+    namespace = {"Incomparable": Incomparable, **values}
     exec(source, namespace)  # noqa: S102
     namespace["unchanged"].members = values["members"]
     return namespace["unchanged"]

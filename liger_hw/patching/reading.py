@@ -42,6 +42,10 @@ GLOBAL_STATE = {  # functions of torch whose result a program may change between
     "enable_grad", "set_grad_enabled", "inference_mode",  # under which a result needs a gradient, or is no inference's
 }  # fmt: skip
 STATE_PREFIXES = "is_", "are_", "get_", "_has_", "set_", "use_", "manual_seed", "seed", "memory_", "max_memory_"
+FACTORIES = {  # functions of torch whose results have the default dtype, unless they are told another
+    "tensor", "scalar_tensor", "as_tensor", "asarray", "zeros", "ones", "full", "empty", "arange", "linspace",
+    "logspace", "eye", "range", "Tensor",
+}  # fmt: skip
 TENSOR_FACTS = {"is_tensor", "is_floating_point", "is_complex"}  # functions that tell of their argument alone
 READS_UNSEEN = {  # attributes by which code reads others without their names
     *(name for name in vars(torch.nn.Module()) if name.startswith("_")),  # its parameters, children, hooks
@@ -63,6 +67,15 @@ STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL":
 MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module))
 attributes_read = set()  # all names of attributes in code that was read
 OPERATORS = {"**": "__pow__", "-": "__rsub__", "/": "__rtruediv__", "//": "__floordiv__"}  # torch's in Python
+
+
+class Defaults:
+    """State of torch that functions without such an argument read."""
+
+    dtype = property(lambda self: torch.get_default_dtype())
+
+
+DEFAULTS = Defaults()
 
 
 class Pin(NamedTuple):
@@ -148,8 +161,9 @@ def read(cls, methods=("forward",)):
 
 
 def read_function(function):
-    """Return the `Code` of a function, and of all functions that it names."""
-    code = Code(waiting=[function.__func__ if isinstance(function, types.MethodType) else function])
+    """Return the `Code` of a function, torch's too, and of all functions that it names."""
+    code = Code()
+    _read_held(function.__func__ if isinstance(function, types.MethodType) else function, function.__name__, code)
     _read_functions(code)
     return code
 
@@ -256,13 +270,11 @@ def _read_class_attribute(cls, name, code):
         if not isinstance(value.fget, types.FunctionType):
             code.refuse(f"reads the property {name!r}, which is no function of Python")
         code.waiting += [f for f in (value.fget,) if f is not None and not values.is_known(f)]
-    elif isinstance(value, types.FunctionType):
-        code.waiting += _functions_to_read(value)
     elif isinstance(value, functools.cached_property):
         code.refuse(f"writes its attribute {name!r}")
     elif not values.is_constant(value) or isinstance(value, (type, types.ModuleType, *values.DESCRIPTORS)):
         code.refuse(f"reads the class attribute {name!r}, whose contents may change")
-    code.waiting += _functions_within(value)
+    _read_held(value, name, code)
     code.pins.append(Pin(cls, name, value))
 
 
@@ -277,11 +289,13 @@ def _sets_state(function):
     return function.__globals__.get("__name__") in CONTEXTS and hasattr(function, "__wrapped__")
 
 
-def _functions_within(value):
-    """Return the functions of Python in a constant tuple, to read them."""
+def _read_held(value, name, code):
+    """Read the functions in an attribute or a default argument."""
     if isinstance(value, (tuple, frozenset)):
-        return [function for item in value for function in _functions_within(item)]
-    return _functions_to_read(value)
+        for item in value:
+            _read_held(item, name, code)
+    elif isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+        _read_value(value, name, code)
 
 
 def _read_function(function, code):
@@ -291,7 +305,7 @@ def _read_function(function, code):
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     if not values.is_constant(defaults):
         code.refuse(f"has a default argument in {function.__name__}() whose contents may change")
-    code.waiting += _functions_within(defaults)
+    _read_held(defaults, f"a default of {function.__name__}()", code)
     first = function.__code__.co_varnames[:1] if function.__code__.co_argcount else ()
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     scope = _Scope(first, cells, function.__globals__)
@@ -482,6 +496,8 @@ def _read_value(value, name, code):
         value = value.__func__
     known_name = getattr(value, "__name__", None)
     code.refuse_state(known_name, values.is_known(value))
+    if known_name in FACTORIES and values.package(value) == "torch":
+        code.pins.append(Pin(DEFAULTS, "dtype", DEFAULTS.dtype))
     if known_name in HIDDEN and values.is_known(value) and not isinstance(value, types.FunctionType):
         code.refuse(f"calls {known_name} by another name")
     if values.is_bound(value):
@@ -509,8 +525,8 @@ def _read_value(value, name, code):
         code.registries.append((name, value))
     elif not values.is_constant(value) and not isinstance(value, (logging.Logger, *OPERATIONS)):
         code.refuse(f"reads the global {name!r}, whose contents may change")
-    elif isinstance(value, (tuple, frozenset)):
-        code.waiting += _functions_within(value)
+    else:
+        _read_held(value, name, code)
 
 
 def _read_called(function, name, code):

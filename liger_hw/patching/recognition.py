@@ -6,7 +6,6 @@ They match if their results are bitwise equal, dtype included (LayerNorm allows 
 
 import dataclasses
 import functools
-import types
 from typing import NamedTuple
 
 from liger_hw._torch import CALL, without_modes
@@ -19,7 +18,7 @@ from liger_hw.patching.lora import match_lora
 from liger_hw.patching.match import Match, remember
 from liger_hw.patching.mlp import is_mlp_like, match_mlp, unknown_operation
 from liger_hw.patching.norms import match_norm
-from liger_hw.patching.pins import Incomparable, attribute_pins, fact, reads
+from liger_hw.patching.pins import Incomparable, attribute_pins, fact, functions_in, reads
 from liger_hw.patching.probing import direct_parameters, positional_inputs
 from liger_hw.patching.projection import is_projection
 from liger_hw.patching.reading import read, read_function
@@ -129,11 +128,18 @@ def _reason_against_probes(module, memory):
         if not (is_projection(child) or is_known(cls)) and (reason := memory.code(cls).reason):
             return f"the code of its {name} {reason}"
     for name, value in vars(module).items():
-        function = value.func if isinstance(value, functools.partial) else value
-        is_written = isinstance(function, types.FunctionType) and not is_known(function)
-        if is_written and reads(code.names, name) and (reason := read_function(function).reason):
-            return f"the code of its {name} {reason}"
+        for function in _functions_held(value) if reads(code.names, name) else ():
+            if reason := read_function(function).reason:
+                return f"the code of its {name} {reason}"
     return None
+
+
+def _functions_held(value):
+    """Return the functions that an attribute is or holds."""
+    try:
+        return [*functions_in(fact(value))]
+    except (Incomparable, RecursionError):
+        return []
 
 
 def _with_pins(module, match, memory):

@@ -1,0 +1,227 @@
+"""Check modules whose attributes hold enums, objects or functions that a program changes after `patch`."""
+
+import copy
+import enum
+import functools
+import sys
+import threading
+import time
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import liger_hw
+
+X = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
+SCALE, CALLS = 1.0, []
+
+
+class Norm(nn.Module):
+    """RMSNorm, to whose result a derived class applies what it holds."""
+
+    def __init__(self, held=None):
+        super().__init__()
+        self.weight, self.eps, self.held = nn.Parameter(torch.ones(32)), 1e-6, held
+
+    def normed(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class Scaled(Norm):
+    def forward(self, x):
+        held = self.held
+        return self.normed(x) * held.scale
+
+
+class Entry(Norm):
+    def forward(self, x):
+        return self.normed(x) * self.held["scale"]
+
+
+class Functions(Norm):
+    def forward(self, x):
+        x = self.normed(x)
+        for function in self.held:
+            x = function(x)
+        return x
+
+
+class Asks(Norm):
+    def forward(self, x):
+        return 2 * self.normed(x) if self.held() else self.normed(x)
+
+
+class AsksAsClass(Asks):
+    asks = staticmethod(torch.are_deterministic_algorithms_enabled)
+
+    def forward(self, x):
+        return 2 * self.normed(x) if self.asks() else self.normed(x)
+
+
+class AsksByDefault(Asks):
+    def forward(self, x, asks=torch.are_deterministic_algorithms_enabled):
+        return 2 * self.normed(x) if asks() else self.normed(x)
+
+
+class Gated(nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+        self.gate, self.up, self.down = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(self.held(self.gate(x)) * self.up(x))
+
+
+def patched(plain):
+    module = copy.deepcopy(plain)
+    liger_hw.patch(module)
+    torch.testing.assert_close(module(X), plain(X))
+    return module
+
+
+@pytest.mark.parametrize("place", [nn.LayerNorm, F], ids=["forward", "function"])
+@pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False}], ids=str)
+def test_layer_norm_replaced_before_patch(place, options, monkeypatch):
+    """torch's own classes are probed, too: a program may have replaced their code."""
+    name = "forward" if place is nn.LayerNorm else "layer_norm"
+    assert liger_hw.patch(nn.Sequential(nn.LayerNorm(32, **options))).replaced
+    original = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda *args, **kwargs: 2 * original(*args, **kwargs))
+    patched(nn.Sequential(nn.LayerNorm(32, **options)))
+
+
+class Mode(enum.Enum):
+    NUMBER = 1.0
+    LIST = [1.0]  # noqa: RUF012
+
+    def __init__(self, value):
+        self.scale = 1.0
+
+
+class ByValue(Norm):
+    def forward(self, x):
+        held = self.held
+        return self.normed(x) * held.value[0]
+
+
+def test_attributes_of_an_enums_member():
+    plain = Scaled(Mode.NUMBER)
+    module = patched(plain)
+    try:
+        Mode.NUMBER.scale = 2.0
+        torch.testing.assert_close(module(X), plain(X))
+    finally:
+        Mode.NUMBER.scale = 1.0
+
+
+def test_a_list_as_an_enums_value():
+    plain = ByValue(Mode.LIST)
+    module = patched(plain)
+    try:
+        Mode.LIST.value[0] = 2.0
+        torch.testing.assert_close(module(X), plain(X))
+    finally:
+        Mode.LIST.value[0] = 1.0
+
+
+def test_the_default_dtype():
+    class Tensor(Norm):
+        def forward(self, x):
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + torch.tensor(self.eps)))
+
+    plain, small = Tensor(), 1e-5 * X
+    plain.eps = 1e-8
+    module = patched(plain)
+    torch.set_default_dtype(torch.float16)
+    try:
+        torch.testing.assert_close(module(small), plain(small))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def same(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: Functions([same]), lambda held: held.append(nn.Identity())),
+        (lambda: Functions([same]), lambda held: held.append(same.__call__)),
+        (lambda: Entry({"scale": 1.0}), lambda held: held.update(scale=torch.tensor(2.0))),
+        (lambda: Entry({"scale": 1.0}), lambda held: held.update(other=torch.ones(3))),
+        (lambda: Scaled(types.SimpleNamespace(scale=1.0)), lambda held: setattr(held, "scale", torch.tensor(2.0))),
+        (lambda: Scaled(types.SimpleNamespace(scale=1.0)), lambda held: setattr(held, "model", nn.Linear(2, 2))),
+        (lambda: Scaled(types.SimpleNamespace(scale=1.0)), lambda held: setattr(held, "lock", threading.Lock())),
+    ],
+)
+def test_contents_that_cannot_be_compared_later(make, change):
+    plain = make()
+    module = patched(plain)
+    for each in (plain, module):
+        change(each.held)
+    torch.testing.assert_close(module(X), plain(X))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Asks(torch.are_deterministic_algorithms_enabled),
+        lambda: Asks(functools.partial(torch.are_deterministic_algorithms_enabled)),
+        AsksAsClass,
+        AsksByDefault,
+    ],
+    ids=["attribute", "partial", "class attribute", "default"],
+)
+def test_functions_that_tell_a_state_of_torch(make):
+    plain = make()
+    module = patched(plain)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(module(X), plain(X))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("function", [sys.gettrace, time.time, torch.is_anomaly_enabled])
+def test_functions_that_tell_a_state_of_python(function):
+    assert not liger_hw.patch(Asks(function)).replaced
+
+
+def scaled_silu(x):
+    return F.silu(x) * SCALE
+
+
+def counted_silu(x):
+    CALLS.append(1)
+    return F.silu(x)
+
+
+DECORATORS = {
+    "compile": lambda function: torch.compile(function, backend="eager"),
+    "disable": torch.compiler.disable,
+    "singledispatch": functools.singledispatch,
+    "script_if_tracing": torch.jit.script_if_tracing,
+    "autocast": torch.autocast("cpu", enabled=False),
+}
+
+
+@pytest.mark.parametrize("decorator", DECORATORS.values(), ids=DECORATORS)
+def test_functions_within_decorators(decorator, monkeypatch):
+    plain = Gated(decorator(scaled_silu))
+    module = Gated(plain.held)
+    module.load_state_dict(plain.state_dict())
+    liger_hw.patch(module)
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    torch.testing.assert_close(module(X), plain(X))
+
+    CALLS.clear()
+    module = Gated(decorator(counted_silu))
+    liger_hw.patch(module)
+    assert not CALLS
+    module(X)
+    assert len(CALLS) == 1
