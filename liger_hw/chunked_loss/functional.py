@@ -153,6 +153,7 @@ def liger_fused_linear_grpo(
     policy_is_reference = not use_ref_model and ref_per_token_logps is None  # then the KL and its gradient are 0
     if policy_is_reference:
         ref_input, options["beta"] = None, 0.0
+    attention_mask = torch.ones_like(selected_token_ids) if attention_mask is None else attention_mask
     output = policy_loss(
         _input.reshape(*selected_token_ids.shape, -1), weight, selected_token_ids, advantages, attention_mask, bias,
         old_per_token_logps, ref_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio,

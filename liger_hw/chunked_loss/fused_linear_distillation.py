@@ -49,8 +49,10 @@ class LigerFusedLinearDistillationBase(CustomLoss):
         _, teacher_input, target = flatten_rows(student_input, "student_input", **rows)
         count = (target != ignore_index).sum().clamp(min=1)
 
+        teacher = teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach()
+
         def soft(logits, target, teacher_x):
-            teacher_logits = F.linear(teacher_x, teacher_weight, teacher_bias)
+            teacher_logits = F.linear(teacher_x, *teacher)
             logits = F.pad(logits, (0, teacher_logits.shape[-1] - logits.shape[-1]))
             options = {"target": target, "ignore_index": ignore_index, "beta": beta, **loss_kwargs}
             return cls.distillation_loss_fn(logits / temperature, teacher_logits / temperature, **options).float()

@@ -53,7 +53,8 @@ class LigerFusedLinearPPOBase(CustomLoss):
             "ref_per_token_logps": ref_per_token_logps, "old_per_token_logps": old_per_token_logps,
             "vllm_is_ratio": vllm_is_ratio,
         }  # fmt: skip
-        call_metrics = []
+        rows = {name: row if row is None else row.detach() for name, row in rows.items()}
+        advantages, call_metrics = advantages.detach(), []
 
         def formula(log_probs, entropy, groups):
             part = {name: row if row is None else row[groups] for name, row in rows.items()}

@@ -1,5 +1,7 @@
 """Base class for a program's own preference losses, with liger_kernel's interface."""
 
+import torch.nn.functional as F
+
 from liger_hw.chunked_loss.custom_loss import CustomLoss, joined, keep_gradients, loss_and_others
 from liger_hw.chunked_loss.functional import reference_of
 from liger_hw.losses.preference import preference_loss
@@ -49,7 +51,8 @@ class LigerFusedLinearPreferenceBase(CustomLoss):
             returned = cls.preference_loss_fn(pairs.chosen, pairs.rejected, target, beta=beta, **named)
             loss, others = loss_and_others(returned)
             call_outputs.append(others)
-            return loss * (target.shape[0] // 2)
+            # the caller adds up the pairs' losses
+            return F.pad((loss * (target.shape[0] // 2)).reshape(1), (0, len(pairs.chosen) - 1))
 
         ref_model = reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
 

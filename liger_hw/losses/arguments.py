@@ -11,6 +11,7 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, che
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 
 LARGEST = sys.float_info.max
+IGNORED = -100
 
 
 def check_numbers(allowed="a finite number", least=-LARGEST, above=-math.inf, most=LARGEST, **numbers):
@@ -65,10 +66,15 @@ def reference_log_probs(ref_x, ref_weight, ref_bias, name, tokens, options):
         return fused_linear_selective_log_softmax(x, weight, tokens, bias, **options)
 
 
-def prepare_labels(x, labels, name):
-    """Return checked labels for the rows of `x`; None makes zeros."""
+def prepare_labels(x, labels, ignore_index, name):
+    """Return checked labels for the rows of `x`, and `ignore_index`; without labels every row counts."""
     if labels is None:
-        return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return torch.zeros(len(x), dtype=torch.int64, device=x.device), IGNORED
     fits = labels.dtype in TARGET_DTYPES and labels.shape == x.shape[:1] and labels.device == x.device
     check(fits, name, labels, f"int64 or int32 of shape ({len(x)},) on {x.device}, or None")
-    return labels.contiguous()
+    return labels.contiguous(), ignore_index
+
+
+def choose(condition, number, other, dtype=torch.float32):
+    """Return `number` where the condition holds, else `other`; torch.where's would have the default dtype."""
+    return torch.full_like(condition, other, dtype=dtype).masked_fill(condition, number)

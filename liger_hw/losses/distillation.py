@@ -18,12 +18,11 @@ from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, prepare_head, 
 from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels, counted
 from liger_hw.kernels.vocabulary.divergence import kind_of
 from liger_hw.kernels.vocabulary.divergence.logits import divergence_rows, largest_soft_gradient, soft_rows
-from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
+from liger_hw.losses.arguments import IGNORED, check_numbers, flatten_rows, prepare_labels
 from liger_hw.losses.engine import CHUNK_MEMORY, Head, LogitScaling, detached, sum_over_chunks
 from liger_hw.spelling import check_known
 
 SOFT_LOSSES = ("jsd", "kl", "reverse_kl", "tvd", "cosine")
-IGNORED = -100
 TEACHER = "teacher_x", "teacher_weight", "teacher_bias"
 
 
@@ -136,9 +135,8 @@ def distillation_loss(
 
 def _labels(x, labels, hard_weight, ignore_index, vocabulary):
     """Return checked labels, the hard loss's weight and `ignore_index`; without labels all rows count."""
-    if labels is None:
-        hard_weight, ignore_index = 0.0, IGNORED
-    labels = prepare_labels(x, labels, "labels")
+    hard_weight = 0.0 if labels is None else hard_weight
+    labels, ignore_index = prepare_labels(x, labels, ignore_index, "labels")
     if hard_weight:
         check_labels("labels", labels, vocabulary, ignore_index)
     return labels, hard_weight, ignore_index

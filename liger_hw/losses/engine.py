@@ -176,6 +176,29 @@ def sum_over_chunks(op, step, head, plan, buffers):
     return with_gradients(op, compute, *head[:3], plan)
 
 
+def check_result(name, value, shape, meaning):
+    """Refuse the result of a caller's function `name` unless it has this shape."""
+    fits = torch.is_tensor(value) and value.shape == shape
+    check(fits, f"the result of {name}", value, f"{meaning}: a tensor of shape {tuple(shape)}")
+
+
+def refuse_captured(name, value, leaves):
+    """Refuse a caller's function `name` of a further tensor that requires grad."""
+    nodes, seen = [value.grad_fn], set()
+    captured = [value] if value.requires_grad and value.grad_fn is None else []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        captured += [node.variable] if hasattr(node, "variable") else []
+        nodes += [before for before, _ in node.next_functions]
+    for tensor in captured:
+        is_argument = any(tensor is leaf for leaf in leaves)
+        allowed = "constants alone: detach it, or run under liger_hw.use_backend('reference')"
+        check(is_argument, name, f"a function of a further tensor {tuple(tensor.shape)} that requires grad", allowed)
+
+
 def detached(rows):
     return [row.detach() if torch.is_tensor(row) else row for row in rows]
 
@@ -234,14 +257,22 @@ def logits_loss(
     for row in rows:
         check(row is None or row.shape[:1] == x.shape[:1], "rows", row, f"None or tensors of {x.shape[0]} rows")
     head = Head(x, weight, bias, UNSCALED, chunk_memory, accum_dtype, logits_dtype, invariant)
-    plan = head.plan()
+    plan, records = head.plan(), torch.is_grad_enabled()
+
+    def value_of(logits, rows):
+        value = loss(logits, *rows)
+        check_result("loss", value, (), "the sum of the rows' losses")
+        return value
+
     if plan is None:
-        return loss(head.logits(), *rows)
+        return value_of(head.logits(), rows)
 
     def step(part, logits, differentiate, gradients):
         leaf = logits.detach().requires_grad_(differentiate)
-        with torch.set_grad_enabled(differentiate):
-            value = loss(leaf, *taken(rows, part))
+        with torch.set_grad_enabled(records):
+            value = value_of(leaf, taken(rows, part))
+        if records and part.start == 0 and not traced(value):
+            refuse_captured("loss", value, (leaf,))
         if differentiate:
             logits.copy_(_scaled_gradient(value, leaf, gradients) if gradients.scales else _gradient(value, leaf))
         return (value.detach(),)

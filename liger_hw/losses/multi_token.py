@@ -6,12 +6,11 @@ from typing import NamedTuple
 import torch
 
 from liger_hw.checks import check, names_arguments
+from liger_hw.kernels.vocabulary.chunked_head import wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy.formula import check_counted_rows, check_labels
-from liger_hw.losses.arguments import check_head, check_numbers
+from liger_hw.losses.arguments import IGNORED, check_head, check_numbers
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.losses.sequences import token_loss
-
-IGNORED = -100
 
 
 class MultiTokenOutput(NamedTuple):
@@ -89,7 +88,7 @@ def multi_token_loss(
         check_labels("labels", labels, classes, ignore_index)
     check_counted_rows(counted_rows, labels, ignore_index)
     tokens = torch.stack([_ahead(labels, shift, ignore_index) for shift in shifts])
-    items = (tokens != ignore_index).sum((1, 2)).clamp(min=1)
+    items = (tokens != ignore_index).sum((1, 2)).clamp(min=1).to(wide_dtype(heads[0]))
     all_row_weights = torch.stack([share / number for share, number in zip(head_weights, items.unbind())])
 
     def formula(log_probs, entropy, row_weights):

@@ -24,11 +24,10 @@ from liger_hw.kernels.vocabulary.divergence import elements, kind_of
 from liger_hw.kernels.vocabulary.divergence.probabilities import Form, kl_by_row, kl_rows
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import row_functions
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, empty_rows
-from liger_hw.losses.arguments import check_numbers, flatten_rows, prepare_labels
+from liger_hw.losses.arguments import IGNORED, check_numbers, flatten_rows, prepare_labels
 from liger_hw.losses.engine import CHUNK_MEMORY, Head, LogitScaling, sum_over_chunks, taken
 from liger_hw.spelling import check_known
 
-IGNORED = -100
 SOFT_LOSSES = ("kl", "reverse_kl", "jsd", "tvd")
 LEAST_REST = {"reverse_kl": 1e-7}
 
@@ -82,7 +81,7 @@ def offline_distillation_loss(
     rows = {"teacher": teacher, "teacher_tokens": teacher_tokens, "teacher_lse": teacher_lse, "labels": labels}
     x, teacher, teacher_tokens, teacher_lse, labels = flatten_rows(x, **rows)
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)
-    labels = prepare_labels(x, labels, "labels")
+    labels, ignore_index = prepare_labels(x, labels, ignore_index, "labels")
     check_numbers("a positive number", above=0, temperature=temperature)
     check_numbers("0 to 1", least=0, most=1, beta=beta)
     check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")

@@ -16,14 +16,12 @@ import torch
 
 from liger_hw.checks import check, names_arguments
 from liger_hw.dispatch import widen
-from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
+from liger_hw.kernels.vocabulary.cross_entropy.formula import MASKED, TARGET_DTYPES, check_labels
 from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
-from liger_hw.losses.arguments import check_head, check_numbers, reference_log_probs
+from liger_hw.losses.arguments import check_head, check_numbers, choose, reference_log_probs
 from liger_hw.losses.engine import CHUNK_MEMORY
 from liger_hw.losses.sequences import sequence_loss, token_loss
 from liger_hw.spelling import check_known
-
-IGNORED = -100  # the token of a masked position
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,8 @@ def cispo(log_probs, log_weights, batch, options):
 
 def sapo(log_probs, log_weights, batch, options):
     """Compute SAPO's loss, arXiv:2511.20347: a soft gate on the ratio replaces clipping."""
-    tau = torch.where(batch.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
+    temperatures = options.sapo_temperature_pos, options.sapo_temperature_neg
+    tau = choose(batch.advantages > 0, *temperatures, batch.advantages.dtype)
     gate = torch.sigmoid(tau * (log_weights.exp() - 1)) * 4 / tau
     return -gate * batch.advantages, torch.zeros_like(gate, dtype=torch.bool)
 
@@ -163,8 +162,8 @@ def vespo_weights(log_ratio, advantages, mask, ratio, options):
             log_ratio = ratio.log().clamp(least, most)  # by token, or one value for the whole sequence
             log_w = log_w + (log_ratio * mask if ratio.shape == mask.shape else log_ratio).sum(-1, keepdim=True)
         log_w, rises = log_w.clamp(least, most), advantages >= 0
-        k = torch.where(rises, options.vespo_k_pos, options.vespo_k_neg)
-        slope = torch.where(rises, options.vespo_lambda_pos, options.vespo_lambda_neg).clamp(min=1e-4)
+        k = choose(rises, options.vespo_k_pos, options.vespo_k_neg, advantages.dtype)
+        slope = choose(rises, options.vespo_lambda_pos, options.vespo_lambda_neg, advantages.dtype).clamp(min=1e-4)
         return torch.exp(slope + k * log_w - slope * log_w.exp()).nan_to_num(0.0, 0.0, 0.0)
 
 
@@ -225,7 +224,7 @@ class PolicyOutput(NamedTuple):
 
 class Batch(NamedTuple):
     """Checked inputs (B, T) of a policy loss; absent inputs are None.
-    The ratio may be (B, 1). Masked positions are 0, and IGNORED in `tokens`."""
+    The ratio may be (B, 1). Masked positions are 0, and MASKED in `tokens`."""
 
     tokens: torch.Tensor
     mask: torch.Tensor
@@ -236,7 +235,8 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, tokens, mask, advantages, old_log_probs, ref_log_probs, ratio):
-        check(tokens.ndim == 2, "tokens", tokens, "int64 or int32 of shape (B, T)")
+        fits = tokens.ndim == 2 and tokens.dtype in TARGET_DTYPES
+        check(fits, "tokens", tokens, "int64 or int32 of shape (B, T)")
         shape = tokens.shape
         mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
         check(mask.shape == shape, "mask", mask, f"shape {tuple(shape)}, as tokens")
@@ -252,7 +252,7 @@ class Batch(NamedTuple):
 
         whole, by_sequence = tuple(shape), [(shape[0],), (shape[0], 1), tuple(shape)]
         return cls(
-            tokens.masked_fill(~mask, IGNORED),
+            tokens.masked_fill(~mask, MASKED),
             mask,
             rows("advantages", advantages, by_sequence),
             rows("old_log_probs", old_log_probs, [whole]),
@@ -262,7 +262,8 @@ class Batch(NamedTuple):
 
     def mean(self, values):
         """Return the mean of the values over the unmasked tokens."""
-        return (values.detach() * self.mask).sum() / self.mask.sum().clamp(min=1)
+        values = values.detach() if values.is_floating_point() else values.float()
+        return (values * self.mask).sum() / self.mask.sum().clamp(min=1)
 
 
 def token_losses(log_probs, entropy, batch, options):
@@ -320,13 +321,13 @@ def policy_loss(
         check_numbers("None, a positive number, or a tensor of one", above=0, num_items=num_items)
     check(x.shape[:-1] == tokens.shape, "x", x, f"({', '.join(map(str, tokens.shape))}, H), one row for each token")
     linear = {
-        "temperature": options.temperature, "softcap": softcap, "logit_scale": logit_scale, "ignore_index": IGNORED,
+        "temperature": options.temperature, "softcap": softcap, "logit_scale": logit_scale, "ignore_index": MASKED,
         "chunk_memory": chunk_memory, "logits_dtype": logits_dtype, "invariant": invariant,
         "counted_rows": counted_rows, "accum_dtype": accum_dtype,
     }  # fmt: skip
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
     check_head(x, weight)
-    check_labels("tokens", batch.tokens, len(weight), IGNORED)
+    check_labels("tokens", batch.tokens, len(weight), MASKED)
     if options.beta and ref_log_probs is None:
         fits = ref_x is not None and ref_weight is not None
         check(fits, "ref_log_probs", None, "(B, T), or ref_x and ref_weight, where beta is not 0")
@@ -402,10 +403,10 @@ def policy_loss_of_logits(
     length = tokens.shape[1]
     fits = logits.ndim == 3 and logits.shape[0] == len(tokens) and logits.shape[1] in (length, length + 1)
     check(fits, "logits", logits, f"({len(tokens)}, {length} or {length + 1}, V)")
-    check_labels("tokens", batch.tokens, logits.shape[-1], IGNORED)
+    check_labels("tokens", batch.tokens, logits.shape[-1], MASKED)
     # an ignored token at the last position avoids a slice of the logits, which the kernel would copy
-    padded = torch.nn.functional.pad(batch.tokens, (0, logits.shape[1] - length), value=IGNORED)
-    log_probs = selective_log_softmax(logits, padded, options.temperature, ignore_index=IGNORED, in_place=in_place)
+    padded = torch.nn.functional.pad(batch.tokens, (0, logits.shape[1] - length), value=MASKED)
+    log_probs = selective_log_softmax(logits, padded, options.temperature, ignore_index=MASKED, in_place=in_place)
     loss, kl, is_clipped = token_losses(log_probs[:, :length], None, batch, options)
     return loss, None if kl is None else kl.detach(), is_clipped, batch
 

@@ -14,10 +14,12 @@ import torch
 
 from liger_hw._torch import is_dtensor
 from liger_hw.checks import check, names_arguments
+from liger_hw.dispatch import widen
+from liger_hw.kernels.vocabulary.chunked_head import wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
-from liger_hw.losses.arguments import check_head, check_numbers, reference_log_probs
-from liger_hw.losses.engine import CHUNK_MEMORY, detached
+from liger_hw.losses.arguments import check_head, check_numbers, choose, reference_log_probs
+from liger_hw.losses.engine import CHUNK_MEMORY, check_result, detached
 from liger_hw.losses.preference_formulas import DIVERGENCES, PAIR_LOSSES, UNPAIRED_LOSSES, Answers, Pairs
 from liger_hw.losses.sequences import sequence_loss, token_loss
 from liger_hw.spelling import check_known
@@ -84,13 +86,13 @@ class _Sums(NamedTuple):
         return _Sums(*by_part, self.average)
 
 
-def _token_weights(labels, ignore_index, ld_alpha):
+def _token_weights(labels, ignore_index, ld_alpha, dtype):
     """Return (2P, T) weights of LD-DPO: `ld_alpha` beyond the length of a pair's shorter answer."""
     if ld_alpha is None:
         return None
     valid = labels != ignore_index
     shorter = torch.minimum(*valid.sum(-1).chunk(2)).repeat(2)
-    return torch.where(valid.cumsum(-1) > shorter[:, None], ld_alpha, 1.0)
+    return choose(valid.cumsum(-1) > shorter[:, None], ld_alpha, 1.0, dtype)
 
 
 def _logits_sums(x, weight, bias, head, *groups):
@@ -118,7 +120,7 @@ def _reference(x, labels, sums, options, ref_x, ref_weight, ref_bias, ref_log_pr
     if ref_log_probs is not None:
         fits = torch.is_tensor(ref_log_probs) and ref_log_probs.shape == rows and ref_x is None
         check(fits, "ref_log_probs", ref_log_probs, f"shape {tuple(rows)}, one for each answer, and no ref_x beside it")
-        return ref_log_probs.detach()
+        return widen(ref_log_probs.detach())
     if ref_x is None:
         return torch.zeros(rows, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     return sums.answers(reference_log_probs(ref_x, ref_weight, ref_bias, "labels", labels, options))
@@ -209,7 +211,7 @@ def preference_loss(
     head = _head_options(softcap, logit_scale, logits_dtype, invariant, counted_rows, accum_dtype)
     pairs, options = x.shape[0] // 2, {"ignore_index": ignore_index, "chunk_memory": chunk_memory, **head}
     counts = (labels != ignore_index).sum(-1)
-    sums = _Sums(counts.clamp(min=1), _token_weights(labels, ignore_index, ld_alpha), average_log_prob)
+    sums = _Sums(counts.clamp(min=1), _token_weights(labels, ignore_index, ld_alpha, wide_dtype(x)), average_log_prob)
     by_pair = _reference(x, labels, sums, options, ref_x, ref_weight, ref_bias, ref_log_probs).reshape(2, pairs)
     nll_items = counts[:pairs].sum().clamp(min=1)
     nll_weight = alpha if nll_labels is None else 0.0
@@ -277,7 +279,7 @@ def unpaired_preference_loss(
     options = {"ignore_index": ignore_index, "chunk_memory": chunk_memory, **head}
     sums = _Sums((labels != ignore_index).sum(-1).clamp(min=1), None, average_log_prob)
     reference = _reference(x, labels, sums, options, ref_x, ref_weight, ref_bias, ref_log_probs)
-    factors = torch.full_like(reference, undesirable_weight).masked_fill(preferred, desirable_weight) / len(x)
+    factors = choose(preferred, desirable_weight, undesirable_weight, wide_dtype(x)) / len(x)
 
     def answer_sum(log_probs, entropy, groups):
         policy = sums.select(1, groups).answers(log_probs)[0]
@@ -325,8 +327,12 @@ class _Mixture(NamedTuple):
     functions: list
     weights: tuple
 
-    def sum(self, *arguments):
-        return sum(weight * loss(*arguments) for loss, weight in zip(self.functions, self.weights))
+    def sum(self, answers, *options):
+        """Return the weighted sum of the losses of `answers`, `Pairs` or `Answers`."""
+        losses = [loss(answers, *options) for loss in self.functions]
+        for loss in losses:
+            check_result("loss_type", loss, answers[0].shape, "a loss for each pair or answer")
+        return sum(weight * loss for loss, weight in zip(losses, self.weights))
 
     def any(self, attribute, default):
         """Tell whether a loss has an attribute, which may be a function of its options."""

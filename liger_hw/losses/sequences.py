@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw._torch import is_dtensor
+from liger_hw._torch import is_dtensor, traced
 from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, Gradients, prepare_head, wide_dtype
 from liger_hw.kernels.vocabulary.cross_entropy.formula import counted, placed
@@ -26,7 +26,16 @@ from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import (
     row_functions,
 )
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, check_tokens, empty_rows
-from liger_hw.losses.engine import CHUNK_MEMORY, UNSCALED, Head, detached, taken, with_gradients
+from liger_hw.losses.engine import (
+    CHUNK_MEMORY,
+    UNSCALED,
+    Head,
+    check_result,
+    detached,
+    refuse_captured,
+    taken,
+    with_gradients,
+)
 
 
 @names_arguments
@@ -75,7 +84,11 @@ def token_loss(
 
     def sum_values(log_probs, entropy, part):
         by_token = (row if row is None else row.reshape(-1) for row in (log_probs, entropy))
-        values, *others = formula(*by_token, *taken(taken_rows, part))
+        outputs = formula(*by_token, *taken(taken_rows, part))
+        check(isinstance(outputs, (tuple, list)), "the result of formula", outputs, "a tuple of tensors (M,)")
+        for output in outputs:
+            check_result("formula", output, (log_probs.numel(),), "a value for each row")
+        values, *others = outputs
         return values.sum(), *others
 
     head = Head(taken_x, weight, bias, UNSCALED, chunk_memory, accum_dtype, logits_dtype, invariant)
@@ -151,7 +164,9 @@ def sequence_loss(
         if by_fill is not groups:
             part = slice(0, groups.count)
             log_probs, entropy = groups.select(map(whole, (log_probs, entropy)), part)
-        return (formula(log_probs, entropy, part),)
+        value = formula(log_probs, entropy, part)
+        check_result("formula", value, (), "the sum of the groups' losses")
+        return (value,)
 
     head = Head(x, weight, bias, UNSCALED, chunk_memory, accum_dtype, logits_dtype, invariant)
     value, *by_token = _by_groups("sequence_loss", sum_groups, head, taken_tokens, by_fill, scaling, with_entropy)
@@ -219,9 +234,11 @@ def _by_groups(op, formula, head, tokens, groups, scaling, with_entropy):
         value, *others = formula(*groups.select((log_probs, entropy), every), every)
         return value, *(row if row is None else row.detach() for row in (log_probs, entropy, *others))
 
+    records = torch.is_grad_enabled()
+
     def compute(needs_grad):
         chunks = ChunkedHead(*head[:3], plan, group=groups.parts * groups.length)
-        return _Computation(formula, chunks, tokens, groups, scaling, with_entropy, needs_grad).run()
+        return _Computation(formula, chunks, tokens, groups, scaling, with_entropy, needs_grad, records).run()
 
     value, log_probs, *logged = with_gradients(op, compute, *head[:3], plan)
     return value, log_probs, *(logged if with_entropy else (None, *logged))
@@ -234,9 +251,11 @@ class _Computation:
         formula, tokens, groups, scaling, with_entropy: of `_by_groups`.
         head: the `ChunkedHead`, whose buffer holds a fill's logits, then their gradient.
         needs_grad: whether x, weight and bias need a gradient.
+        records: whether autograd records the caller's call, which then may need a gradient of another tensor.
     """
 
-    def __init__(self, formula, head, tokens, groups, scaling, with_entropy, needs_grad):
+    def __init__(self, formula, head, tokens, groups, scaling, with_entropy, needs_grad, records):
+        self.records = records
         self.formula, self.head, self.tokens, self.groups, self.scaling = formula, head, tokens, groups, scaling
         self.fills, self.needs_grad = _fills(groups, head.rows), any(needs_grad)
         slices = sum(len(fill.recomputed) + len(fill.kept) for fill in self.fills)
@@ -284,8 +303,10 @@ class _Computation:
         """Return the formula's outputs for a slice of the groups; keep its gradient for `_backward`."""
         selected = self.groups.select(self.by_row, groups)
         leaves = [row if row is None else row.detach().requires_grad_(self.needs_grad) for row in selected]
-        with torch.set_grad_enabled(self.needs_grad):
+        with torch.set_grad_enabled(self.records):
             value, *others = self.formula(*leaves, groups)
+        if self.records and groups.start == 0 and not traced(value):
+            refuse_captured("formula", value, leaves)
         if self.needs_grad:
             grads = torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None], materialize_grads=True)
             if self.gradients.scales:

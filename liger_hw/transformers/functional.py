@@ -203,7 +203,7 @@ def liger_fused_linear_kl_div(
     rows = {"target": target, "shift_labels": shift_labels}
     student_input, target, shift_labels = flatten_rows(student_input, "student_input", **rows)
     x, weight, _ = prepare_head(student_input, student_weight, None, CHUNK_MEMORY, True, STUDENT)
-    labels = prepare_labels(x, shift_labels, "shift_labels")
+    labels, ignore_index = prepare_labels(x, shift_labels, ignore_index, "shift_labels")
     fits = target.is_floating_point() and target.shape == (len(x), len(weight)) and target.device == x.device
     check(fits, "target", target, f"floats ({len(x)}, {len(weight)}) on {x.device}")
     check_known("reduction", reduction, ("batchmean", "mean", "sum"))

@@ -21,6 +21,7 @@ from liger_hw.spelling import check_known
 
 REDUCTIONS = ("none", "sum", "mean")
 TARGET_DTYPES = (torch.int64, torch.int32)
+MASKED = -(2**31)  # ignore_index of losses with a mask, which no caller's token has
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -91,10 +92,11 @@ class Targets(NamedTuple):
             class_weight = class_weight.detach().contiguous()  # kernels read it with unit stride
             weight_sum = widen(class_weight).sum()
         if num_items is not None:
+            wide = torch.promote_types(call[0].dtype, torch.float32)
             if torch.is_tensor(num_items):
-                denominator = num_items.to(target.device, torch.float32).reshape(())
+                denominator = num_items.to(target.device, wide).reshape(())
             else:
-                denominator = torch.full((), float(num_items), dtype=torch.float32, device=target.device)
+                denominator = torch.full((), float(num_items), dtype=wide, device=target.device)
         elif reduction == "mean" and with_kernels:
             denominator, count = divisors(target, class_weight, call.ignore_index)
         elif reduction == "mean":
@@ -136,7 +138,7 @@ def check_labels(name, labels, classes, ignore_index):
     if labels.device.type != "cpu" or traced(labels):
         return
     outside = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
-    allowed = f"0 to {classes - 1}, or {ignore_index} to ignore"
+    allowed = f"0 to {classes - 1}" + f", or {ignore_index} to ignore" * (ignore_index != MASKED)
     check(outside.numel() == 0, name, outside[:1].tolist(), allowed)
 
 
@@ -208,7 +210,11 @@ def check_call(call, rows_name, weight_name, vocabulary):
     count, device = rows.shape[0], rows.device
     if not (target.dtype in TARGET_DTYPES and target.shape == (count,) and target.device == device):
         refuse("target", target, f"int64 or int32 of shape ({count},) on {device}, one for each row of {rows_name}")
-    check_op_labels("target", target, vocabulary, call.ignore_index)
+    ignored, integers = call.ignore_index, torch.iinfo(target.dtype)
+    fits = isinstance(ignored, numbers.Integral) and not isinstance(ignored, bool)
+    fits = torch.is_tensor(ignored) or fits and integers.min <= ignored <= integers.max
+    check(fits, "ignore_index", repr(ignored), f"an integer that {target.dtype} holds, as target")
+    check_op_labels("target", target, vocabulary, ignored)
     if class_weight is not None:
         fits = class_weight.shape == (vocabulary,) and class_weight.is_floating_point()
         fits = fits and class_weight.device == device
