@@ -42,6 +42,7 @@ COMPARABLE = (
 NAMED = (types.FunctionType, types.BuiltinFunctionType)
 CONTAINERS = (list, dict, set, collections.deque)
 ENUM_BOOKKEEPING = ENUM_ATTRIBUTES - {"_value_"}
+OBJECT_SIZES = {type("Empty", (), {}).__basicsize__, types.SimpleNamespace.__basicsize__}
 DEEPEST = 8  # of nested containers, beyond which a value cannot be compared
 HARMLESS_MODES = set()  # classes of modes, besides torch's and this package's, that change no operation
 # that of linear layers, which replacements compute themselves, is nn.Module's, which torch.fx replaces while it traces
@@ -74,10 +75,9 @@ def fact(value, within=()):
         raise Incomparable
     elif isinstance(value, enum.Enum):
         held = tuple(item for item in vars(value).items() if item[0] not in ENUM_BOOKKEEPING)
-    elif isinstance(value, dict):
-        held = tuple(value.items())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        held = tuple(value)
+    elif isinstance(value, (dict, list, tuple, set, frozenset)):
+        items = value.items() if isinstance(value, dict) else value
+        held = *items, *getattr(value, "__dict__", {}).items(), *_class_attributes(type(value))
     elif (
         isinstance(value, (torch.Tensor, torch.nn.Module, types.ModuleType))
         or callable(value)
@@ -106,17 +106,18 @@ def is_plain(value):
     """Tell whether a value cannot change as long as it is the same object."""
     if isinstance(value, type):
         return is_known(value) and not issubclass(value, torch.nn.Module)
-    if isinstance(value, enum.Enum):
-        return vars(value).keys() <= ENUM_ATTRIBUTES and is_plain(value.value)
+    if isinstance(value, enum.Enum):  # a program may write to a member's attributes
+        return False
     return isinstance(value, COMPARABLE) and not is_bound(value) and not may_compute(value)
 
 
 def _is_all_in_vars(value):
-    """Return whether an object holds nothing outside its `__dict__`.
+    """Return whether an object holds nothing outside its `__dict__`, as in slots or in C.
 
     Attributes are not read by name: a configuration with layers of different widths refuses that.
     """
-    return hasattr(value, "__dict__") and not any(vars(cls).get("__slots__") for cls in type(value).__mro__)
+    fits = hasattr(value, "__dict__") and type(value).__basicsize__ in OBJECT_SIZES
+    return fits and not any(vars(cls).get("__slots__") for cls in type(value).__mro__)
 
 
 class AttributePin(NamedTuple):

@@ -154,6 +154,8 @@ def read(cls, methods=("forward",)):
         if isinstance(method, types.FunctionType):
             code.pins.append(Pin(cls, name, method))
             code.waiting += [method, *_functions_to_read(method)]
+            if values.is_known(cls) and not values.is_known(method):
+                code.refuse(f"is a {name} that a program gave to {cls.__name__}")
         elif method is not values.MISSING:
             code.refuse(f"its {name} is no function of Python")
     _read_functions(code, cls, methods)
@@ -242,6 +244,8 @@ def _read_functions(code, cls=None, methods=()):
             seen_methods.add(name)
             value = vars(torch.Tensor).get(name)  # `pins` notices new names, which hide methods in C++
             if isinstance(value, types.FunctionType):
+                if not values.is_known(value):
+                    code.refuse(f"calls torch.Tensor.{name}, which a program replaced")
                 code.pins.append(Pin(torch.Tensor, name, value))
                 code.waiting += _functions_to_read(value)
     for function in code.functions:  # also by another name, such as a parameter
@@ -477,6 +481,10 @@ def _read_chain(kind, chain, scope, takes_an_entry, code):
             return
         owner, value = value, getattr(value, attribute, values.MISSING)
         value = LINEAR if values.is_zero3_linear(value) else value
+        is_torchs = values.is_known(owner) if isinstance(owner, type) else values.is_known_module(owner)
+        if is_torchs and isinstance(value, types.FunctionType) and not values.is_known(value):
+            # an op's reference may call it, too, so that a probe agrees
+            code.refuse(f"calls {owner.__name__}.{attribute}, which a program replaced")
         if value is values.MISSING or isinstance(value, types.MethodType) and not values.is_known(value.__func__):
             break
         pin = Pin(owner, attribute, value)

@@ -1,13 +1,17 @@
 """Check modules whose attributes hold enums, objects or functions that a program changes after `patch`."""
 
+import array
 import copy
+import ctypes
 import enum
 import functools
+import random
 import sys
 import threading
 import time
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -83,15 +87,33 @@ def patched(plain):
     return module
 
 
-@pytest.mark.parametrize("place", [nn.LayerNorm, F], ids=["forward", "function"])
-@pytest.mark.parametrize("options", [{}, {"elementwise_affine": False}, {"bias": False}], ids=str)
-def test_layer_norm_replaced_before_patch(place, options, monkeypatch):
-    """torch's own classes are probed, too: a program may have replaced their code."""
-    name = "forward" if place is nn.LayerNorm else "layer_norm"
-    assert liger_hw.patch(nn.Sequential(nn.LayerNorm(32, **options))).replaced
-    original = getattr(place, name)
-    monkeypatch.setattr(place, name, lambda *args, **kwargs: 2 * original(*args, **kwargs))
-    patched(nn.Sequential(nn.LayerNorm(32, **options)))
+class Normed(Norm):
+    def forward(self, x):
+        return self.normed(x)
+
+
+REPLACED = {
+    "LayerNorm.forward": (nn.LayerNorm, "forward", lambda: nn.LayerNorm(32)),
+    "layer_norm": (F, "layer_norm", lambda: nn.LayerNorm(32, bias=False)),
+    "layer_norm, no weight": (F, "layer_norm", lambda: nn.LayerNorm(32, elementwise_affine=False)),
+    "rsqrt": (torch, "rsqrt", Normed),
+    "pow": (torch.Tensor, "pow", Normed),
+    "gelu": (F, "gelu", lambda: Gated(nn.GELU("tanh"))),
+    "SiLU.forward": (nn.SiLU, "forward", lambda: Gated(nn.SiLU())),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_function_of_torch_replaced_before_patch(name, monkeypatch):
+    """The op's reference may call the same function, so that a probe agrees, while a kernel computes torch's."""
+    place, attribute, make = REPLACED[name]
+    assert liger_hw.patch(nn.Sequential(make())).replaced
+    original = getattr(place, attribute)
+    monkeypatch.setattr(place, attribute, lambda *args, **kwargs: 2 * original(*args, **kwargs))
+    plain = nn.Sequential(make())
+    module = copy.deepcopy(plain)
+    assert not liger_hw.patch(module).replaced
+    torch.testing.assert_close(module(X), plain(X))
 
 
 class Mode(enum.Enum):
@@ -118,6 +140,21 @@ def test_attributes_of_an_enums_member():
         Mode.NUMBER.scale = 1.0
 
 
+def test_another_value_of_an_enums_member():
+    class ByNumber(Norm):
+        def forward(self, x):
+            held = self.held
+            return self.normed(x) * held.value
+
+    plain = ByNumber(Mode.NUMBER)
+    module = patched(plain)
+    try:
+        Mode.NUMBER._value_ = 2.0
+        torch.testing.assert_close(module(X), plain(X))
+    finally:
+        Mode.NUMBER._value_ = 1.0
+
+
 def test_a_list_as_an_enums_value():
     plain = ByValue(Mode.LIST)
     module = patched(plain)
@@ -141,6 +178,58 @@ def test_the_default_dtype():
         torch.testing.assert_close(module(small), plain(small))
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Struct(ctypes.Structure):
+    _fields_ = (("scale", ctypes.c_float),)
+
+
+class Array(array.array):
+    pass
+
+
+class Box(list):
+    def __init__(self):
+        super().__init__([1.0])
+        self.scale = 1.0
+
+
+class First(Norm):
+    def forward(self, x):
+        held = self.held
+        return self.normed(x) * held[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: Scaled(Struct(1.0)), lambda held: setattr(held, "scale", 2.0)),
+        (lambda: First((ctypes.c_float * 1)(1.0)), lambda held: held.__setitem__(0, 2.0)),
+        (lambda: First(Array("f", [1.0])), lambda held: held.__setitem__(0, 2.0)),
+        (lambda: First(np.ones(1, np.float32).view(type("Part", (np.ndarray,), {}))), lambda held: held.fill(2.0)),
+        (lambda: Scaled(Box()), lambda held: setattr(held, "scale", 2.0)),
+    ],
+)
+def test_contents_in_c(make, change):
+    plain = make()
+    module = type(plain)(plain.held)
+    liger_hw.patch(module)
+    torch.testing.assert_close(module(X), plain(X))
+    change(plain.held)
+    torch.testing.assert_close(module(X), plain(X))
+
+
+def test_random_numbers_of_a_programs_generator():
+    class Drops(Norm):
+        def forward(self, x):
+            held = self.held
+            return 2 * self.normed(x) if held.random() < 0 else self.normed(x)
+
+    module, untouched = Drops(random.Random(0)), random.Random(0)
+    liger_hw.patch(module)
+    module(X)
+    untouched.random()
+    assert module.held.getstate() == untouched.getstate()
 
 
 def same(x):
