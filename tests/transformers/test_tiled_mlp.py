@@ -364,3 +364,25 @@ def test_bad_input():
         tiled.num_shards = shards
         with pytest.raises(ValueError, match="^shards: got .*allowed: None or a positive integer"):
             tiled(torch.zeros(3, HIDDEN))
+
+
+class Unreached(torch.autograd.Function):
+    """The identity, which returns no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+@kinds
+def test_no_incoming_gradient_stays_none(kind):
+    """An optimizer decays the weight whose gradient is zeros, not the one without a gradient."""
+    tiled, whole = pair(kind)
+    for module in (tiled, whole):
+        x, anchor = torch.randn(2, 9, HIDDEN, requires_grad=True), torch.zeros((), requires_grad=True)
+        (anchor + Unreached.apply(module(x * 1)).sum()).backward()
+        assert x.grad is None and all(parameter.grad is None for parameter in module.parameters())
