@@ -120,3 +120,16 @@ def test_autocast_changes_nothing(forced, small_cases):
         with torch.autocast("cpu", torch.bfloat16):
             found = experts(*inputs, **options)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("weights", ["of a sorted row", "one for all"])
+def test_routing_weights_with_strides(weights, backend, device):
+    torch.manual_seed(0)
+    x, gate_up, down = randn(5, 16, device=device), randn(2, 48, 16, device=device), randn(2, 16, 24, device=device)
+    shares, chosen = torch.softmax(torch.randn(5, 2, device=device), -1).sort(-1, descending=True)
+    shares, chosen = shares[:, :1], chosen[:, :1]
+    if weights == "one for all":
+        shares, chosen = torch.full((1, 1), 0.5, device=device).expand(5, 1), chosen
+    expected = experts.reference(x, gate_up, down, chosen, shares)
+    with use_backend(backend):
+        torch.testing.assert_close(experts(x, gate_up, down, chosen, shares), expected, rtol=1e-4, atol=1e-4)

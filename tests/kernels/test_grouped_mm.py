@@ -91,3 +91,27 @@ def test_bad_arguments(name, change, backend, device):
     for chosen in (backend, "reference"):
         with use_backend(chosen), pytest.raises(ValueError, match=f"^{name}: "):
             grouped_mm(*change(rows, weights, offs))
+
+
+LAYOUTS = {
+    "whole": lambda *sizes: torch.randn(*sizes),
+    "odd stride": lambda *sizes: torch.randn(*sizes[:-1], sizes[-1] + 1)[..., :-1],
+    "no unit stride": lambda *sizes: torch.randn(*sizes, 2)[..., 0],
+    "transposed": lambda *sizes: torch.randn(*sizes[:-2], sizes[-1], sizes[-2]).mT,
+    "one for all": lambda *sizes: torch.randn(1, *sizes[1:]).expand(sizes),
+}
+
+
+@pytest.mark.parametrize("weights", LAYOUTS)
+@pytest.mark.parametrize("rows", LAYOUTS)
+def test_layouts_without_kernels(rows, weights):
+    """torch's product refuses some of these operands, and gradients of a sum."""
+    torch.manual_seed(0)
+    offs, gradients = torch.tensor([3, 6], dtype=torch.int32), []
+    inputs = LAYOUTS[rows](6, 16), LAYOUTS[weights](2, 16, 24)
+    for function in (grouped_mm, grouped_mm.reference):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        for dout in (torch.ones(1, 1).expand(6, 24), torch.ones(24, 6).t()):
+            function(*leaves, offs).backward(dout)
+        gradients.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(*gradients)

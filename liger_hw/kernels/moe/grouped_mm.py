@@ -79,9 +79,20 @@ def _(rows, weights, offs):
 def _(rows, weights, offs):
     """Call torch's product, which can be traced; the reference where torch refuses the operands."""
     vectors = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])
-    return (torch_grouped_mm() if vectors and rows.dtype in KERNEL_DTYPES else grouped_mm.reference)(
-        rows, weights, offs=offs
-    )
+    if not vectors or rows.dtype not in KERNEL_DTYPES:
+        return grouped_mm.reference(rows, weights, offs)
+    y = torch_grouped_mm()(_with_torchs_strides(rows), _with_torchs_strides(weights), offs=offs)
+    if y.requires_grad and not torch.compiler.is_compiling():
+        y.register_hook(_with_torchs_strides)  # of a sum, whose gradient has strides of 0
+    return y
+
+
+def _with_torchs_strides(x):
+    """Return `x`, or a copy where torch refuses its strides."""
+    (row_stride, col_stride), (rows, cols), vector = x.stride()[-2:], x.shape[-2:], 16 // x.element_size()
+    in_rows = col_stride == 1 and row_stride >= cols and row_stride % vector == 0
+    in_cols = x.ndim == 3 and row_stride == 1 and col_stride >= rows and col_stride % vector == 0
+    return x if in_rows or in_cols else x.contiguous()
 
 
 # Launches -------------------------------------------------------------------------------------------------------------

@@ -183,6 +183,6 @@ def sort_pairs(
         offs: (E,) int32, the row after each expert's last.
     """
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
-    weights = top_k_weights.reshape(-1)
+    weights = top_k_weights.reshape(-1).contiguous()  # a slice of a sorted row reshapes to a view with a stride
     tokens, position, row_weights, offs = _sorted_pairs(chosen, order, weights, experts, top_k_index.shape[1])
     return tokens, position.view(top_k_index.shape), row_weights, offs
