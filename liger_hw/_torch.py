@@ -284,6 +284,7 @@ def is_compiled(module) -> bool:
 
 tensor_version = operator.attrgetter("_version")  # how often it was written to; as fast as the attribute
 is_view = operator.methodcaller("_is_view")  # of another tensor, for autograd; as fast as the method
+is_zerotensor = operator.methodcaller("_is_zerotensor")  # zeros without memory
 
 
 def storage_id(x) -> int:

@@ -3,6 +3,7 @@
 import torch
 
 from liger_hw import backends, tuning
+from liger_hw._torch import is_zerotensor
 from liger_hw._triton import interpreting, triton
 from liger_hw.checks import UnreadableTensor
 from liger_hw.hooks import hooks
@@ -24,8 +25,9 @@ def launch(kernel, grid, config, *args):
         *args: the kernel's other arguments in order.
 
     Raises:
-        UnreadableTensor: an argument is a tensor subclass with its own dispatch, such as a DTensor, or a view with the
-            opposite sign of its memory, as the imaginary part of a conjugate: torch resolves those for registered ops.
+        UnreadableTensor: an argument is a tensor subclass with its own dispatch, such as a DTensor, a view with the
+            opposite sign of its memory, as the imaginary part of a conjugate, or zeros without memory, as a gradient of
+            torch.sgn: torch resolves those for registered ops.
         LaunchFailed: a configuration of a table cannot be launched here, or spills by this version of Triton.
     """
     if 0 in grid:
@@ -86,6 +88,7 @@ def _key_reader(kernel, count):
             fact = name
         elif name.isupper():  # a pointer; with its type, so that every new subclass is met once and checked
             known = f"type({name}), {name}.is_neg(), {name}.dtype, ({name}_ := {name}.data_ptr()) & 15"
+            known += f" or not {name}_ and is_zerotensor({name}) and 16"  # no memory, as an empty tensor
             known += size.format(name)
             fact, name = f"({name}_ := None) if {name} is None else ({known})", f"{name}_"
         else:
@@ -96,7 +99,8 @@ def _key_reader(kernel, count):
         facts.append(fact)
         values.append(name)
     names = ", ".join(p.name for p in params)
-    return eval(f"lambda config, index, {names}: (({', '.join(facts)}), ({', '.join(values)},))")
+    source = f"lambda config, index, {names}: (({', '.join(facts)}), ({', '.join(values)},))"
+    return eval(source, {"is_zerotensor": is_zerotensor})
 
 
 def _first_launch(launchers, key, values, kernel, grid, config, args):
@@ -105,8 +109,8 @@ def _first_launch(launchers, key, values, kernel, grid, config, args):
         # a subclass without its own dispatch is an ordinary tensor; a DTensor's pointer is zero and its size another
         if isinstance(arg, torch.Tensor) and type(arg).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise UnreadableTensor(f"a Triton kernel cannot read a {type(arg).__name__}; pass its local tensor")
-        if isinstance(arg, torch.Tensor) and arg.is_neg():
-            raise UnreadableTensor("a Triton kernel cannot read a view of negated memory; pass x.resolve_neg()")
+        if isinstance(arg, torch.Tensor) and (arg.is_neg() or is_zerotensor(arg)):
+            raise UnreadableTensor("a Triton kernel cannot read a view of negated memory, or zeros without memory")
     device, meta = args[0].device, tuple(config.meta.values())
     if device.type == "meta":  # shapes without data, as `liger-hw launches` and the tuner ask with: nothing to compute
         return

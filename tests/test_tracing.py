@@ -150,6 +150,29 @@ def test_negated_views_have_their_sign(op, backend):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "swiglu", "layer_norm", "softmax", "rope"])
+def test_zeros_without_memory(op, backend):
+    """torch makes such a gradient for the sign of a value."""
+    inputs, options = case(op)
+    with use_backend(backend):
+        outputs = OPS[op](*inputs, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        leaves = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]
+        grads = torch.autograd.grad(sum(y.sgn().sum() for y in outputs if y is not None), leaves)
+        assert not any(grad.any() for grad in grads)
+        zeros = [torch._efficientzerotensor(x.shape, dtype=x.dtype) if torch.is_tensor(x) else x for x in inputs]
+        found, expected = OPS[op](*zeros, **options), OPS[op].reference(*zeros, **options)
+    torch.testing.assert_close(found, expected)
+
+
+def test_absent_arguments_that_torch_cannot_copy(backend):
+    with use_backend(backend), torch.autograd.graph.allow_mutation_on_saved_tensors():
+        x = torch.randn(3, 8, requires_grad=True)
+        loss = OPS["jsd"](x.log_softmax(-1), torch.randn(3, 8).log_softmax(-1))
+        with pytest.raises(RuntimeError, match="allow_mutation_on_saved_tensors fails for an absent argument"):
+            loss.backward()
+
+
 class Called(torch.utils._python_dispatch.TorchDispatchMode):
     """Record the names of ops that run."""
 

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch.compiler import is_compiling
 
-from liger_hw._torch import has_batched, has_tangents, transforms_active
+from liger_hw._torch import has_batched, has_tangents, saved_tensors_may_change, transforms_active
 
 
 class Function(torch.autograd.Function):
@@ -42,6 +42,11 @@ class Function(torch.autograd.Function):
                         raise RuntimeError(
                             f"a tensor that {cls.__name__} keeps for its backward was modified by an inplace "
                             f"operation: write to a copy, or {cls.instead}"
+                        ) from error
+                    if saved_tensors_may_change() and isinstance(error, AttributeError):
+                        raise RuntimeError(
+                            f"torch.autograd.graph.allow_mutation_on_saved_tensors fails for an absent argument that "
+                            f"{cls.__name__} may write to: {cls.instead}"
                         ) from error
                     if not has_batched(grads):
                         raise

@@ -104,14 +104,15 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("weights", LAYOUTS)
 @pytest.mark.parametrize("rows", LAYOUTS)
-def test_layouts_without_kernels(rows, weights):
+@pytest.mark.parametrize("count", [6, 1, 0])
+def test_layouts_without_kernels(rows, weights, count):
     """torch's product refuses some of these operands, and gradients of a sum."""
     torch.manual_seed(0)
-    offs, gradients = torch.tensor([3, 6], dtype=torch.int32), []
-    inputs = LAYOUTS[rows](6, 16), LAYOUTS[weights](2, 16, 24)
+    offs, gradients = torch.tensor([count // 2, count], dtype=torch.int32), []
+    inputs = LAYOUTS[rows](count, 16), LAYOUTS[weights](2, 16, 24)
     for function in (grouped_mm, grouped_mm.reference):
         leaves = [x.detach().requires_grad_() for x in inputs]
-        for dout in (torch.ones(1, 1).expand(6, 24), torch.ones(24, 6).t()):
+        for dout in (torch.ones(1, 1).expand(count, 24), torch.ones(24, count).t(), torch.ones(count, 25)[:, 1:]):
             function(*leaves, offs).backward(dout)
         gradients.append([leaf.grad for leaf in leaves])
     torch.testing.assert_close(*gradients)

@@ -98,6 +98,29 @@ def gradients_of(op, inputs, options, backend, reaches):
     return [x.grad for x in leaves if torch.is_tensor(x) and x.requires_grad], len(learning)
 
 
+def results_that_learn(op, inputs, options, place):
+    """Tell for each result whether it requires a gradient where the input at `place` alone does."""
+    inputs = [x.detach().requires_grad_(i == place) if is_float(x) else x for i, x in enumerate(inputs)]
+    outputs = op(*inputs, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [y is not None and y.requires_grad for y in outputs]
+
+
+def is_float(x):
+    return torch.is_tensor(x) and x.is_floating_point()
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_results_require_a_gradient_as_the_references(op, backend, device):
+    inputs, options = next(iter(small_cases(op, torch.float32, device)))
+    for place, x in enumerate(inputs):
+        if is_float(x) and x.requires_grad:
+            with use_backend("reference"):
+                expected = results_that_learn(OPS[op], inputs, options, place)
+            with use_backend(backend):
+                assert results_that_learn(OPS[op], inputs, options, place) == expected, place
+
+
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_no_incoming_gradient_stays_none(op, backend, device):
     """An optimizer decays the weight whose gradient is zeros, not the one without a gradient."""

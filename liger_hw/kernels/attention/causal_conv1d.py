@@ -531,7 +531,7 @@ def _causal_conv1d(
     return y, _final_states(x, input_gate, initial_states, len(taps) - 1) if return_final_states else None
 
 
-@_causal_conv1d.backward()
+@_causal_conv1d.backward(depends={"final_states": ["x", "input_gate", "initial_states"]})
 def _(
     x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, dy: torch.Tensor | None,
     dfinal_states: torch.Tensor | None,

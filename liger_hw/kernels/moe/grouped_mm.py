@@ -92,7 +92,8 @@ def _with_torchs_strides(x):
     (row_stride, col_stride), (rows, cols), vector = x.stride()[-2:], x.shape[-2:], 16 // x.element_size()
     in_rows = col_stride == 1 and row_stride >= cols and row_stride % vector == 0
     in_cols = x.ndim == 3 and row_stride == 1 and col_stride >= rows and col_stride % vector == 0
-    return x if in_rows or in_cols else x.contiguous()
+    # not contiguous(), which returns one row of any stride as it is
+    return x if in_rows or in_cols else x.clone(memory_format=torch.contiguous_format)
 
 
 # Launches -------------------------------------------------------------------------------------------------------------

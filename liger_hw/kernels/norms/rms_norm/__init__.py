@@ -157,7 +157,7 @@ def _fused_add_rms_norm_forward(
     )  # fmt: skip
 
 
-@_fused_add_rms_norm_forward.backward()
+@_fused_add_rms_norm_forward.backward(depends={"s": ["x", "residual"]})
 def _(
     s, weight, eps, offset, casting_mode, dy: torch.Tensor | None, ds: torch.Tensor | None,
     *, x_grad, residual_grad, weight_grad,
