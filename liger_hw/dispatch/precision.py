@@ -1,4 +1,4 @@
-"""Dtypes of references."""
+"""Dtypes of references, and autocast."""
 
 from contextlib import nullcontext
 
@@ -11,10 +11,15 @@ def widen(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def autocasts(device_type):
+    """Tell whether autocast is on for a type of device; torch.autocast does not know "meta"."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def uncast(x):
     """Return a context without autocast for the device of `x`."""
     device = x.device.type
-    # torch.autocast does not know "meta"; a block where autocast is off costs 12 us (one thread of a shared x86 CPU)
+    # a block where autocast is off costs 12 us (one thread of a shared x86 CPU)
     if device == "meta" or not (is_compiling() or torch.is_autocast_enabled(device)):
         return nullcontext()
     return torch.autocast(device, enabled=False)

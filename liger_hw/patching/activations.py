@@ -2,6 +2,7 @@
 
 import torch
 
+from liger_hw.dispatch import autocasts
 from liger_hw.kernels.mlp.glu import activate
 from liger_hw.patching import probing
 from liger_hw.patching.match import Match, in_memory_order
@@ -30,7 +31,7 @@ class ActivationMatch(Match):
 
 def widens_under_autocast(x):
     """Tell whether autocast may compute powers of x in fp32, as on a GPU."""
-    return x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type)
+    return x.dtype != torch.float32 and autocasts(x.device.type)
 
 
 def match_activation(module):

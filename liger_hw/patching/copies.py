@@ -2,6 +2,8 @@
 
 import torch
 
+from liger_hw.dispatch import autocasts
+
 CHANGED = (
     "an adapter's weights changed between its forward and its backward, in which the unpatched model would mix both: "
     "call backward before anything that writes to them, such as optimizer.step()"
@@ -48,7 +50,7 @@ def watched(copies, factors, wrappers=()):
         wrappers: layers of PEFT whose own forward adds the factors to a copy of the weights, which a merge writes to.
     """
     device = copies[0].device.type
-    casts = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != copies[0].dtype  # PEFT's, too
+    casts = autocasts(device) and torch.get_autocast_dtype(device) != copies[0].dtype  # PEFT's, too
     if casts or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return copies
     return _Watched.apply(wrappers, len(copies), *copies, *factors)

@@ -18,6 +18,7 @@ import torch
 
 from liger_hw import _torch
 from liger_hw.checks import KERNEL_DTYPES
+from liger_hw.dispatch import autocasts
 from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.head_call import recording_and_hooks
 from liger_hw.patching.hooks import only_gathers
@@ -134,7 +135,7 @@ def _ops_compute(head, hidden):
     """Tell whether the ops compute the head in the dtypes and shapes of F.linear."""
     if hidden.device.type == "meta":
         return False  # it has no values to compute later
-    fits = hidden.dtype == head.weight.dtype or torch.is_autocast_enabled(hidden.device.type)
+    fits = hidden.dtype == head.weight.dtype or autocasts(hidden.device.type)
     fits = fits and hidden.shape[-1:] == head.weight.shape[-1:]  # DeepSpeed's ZenFlow gathers weights transposed
     return fits and hidden.dtype in KERNEL_DTYPES and hidden.numel() > 0  # else Hugging Face's loss takes fp32 logits
 

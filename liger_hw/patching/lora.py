@@ -17,6 +17,7 @@ import torch
 
 from liger_hw._torch import PLAIN, is_plain, transforms_active, without_modes
 from liger_hw.checks import KERNEL_DTYPES
+from liger_hw.dispatch import autocasts
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit, dequantize_arguments
 from liger_hw.kernels.linear.lora_linear import lora_linear
 from liger_hw.patching import probing
@@ -291,7 +292,7 @@ def served(lora, x):
         return None  # whose mask torch draws in another order
     if type(base) is torch.nn.Linear:
         weight, bias = _weight_and_bias(base)
-        casts = torch.is_autocast_enabled(device.type)
+        casts = autocasts(device.type)
         if weight is None or weight.device != device or not (dtype == weight.dtype or casts):
             return None
     elif not type(lora).liger_match.bypassed:
@@ -391,7 +392,7 @@ def _weight_in_4_bits(base, x, lora_a, rate):
         return None, None  # its first call sets the dtype
     if bias is not None and (not is_plain(bias) or bias.dtype != dtype):
         return None, None  # a call casts the parameter
-    if torch.is_autocast_enabled(x.device.type):
+    if autocasts(x.device.type):
         cast = torch.get_autocast_dtype(x.device.type)
         if dtype != cast or x.dtype not in (cast, torch.float32) or rate and x.dtype != lora_a.dtype:
             return None, None  # PEFT drops values in x's dtype there

@@ -13,6 +13,7 @@ import itertools
 import torch
 from torch.compiler import is_compiling
 
+from liger_hw.dispatch import autocasts
 from liger_hw.kernels.mlp.glu import activate, unit
 from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import original_class
@@ -139,12 +140,12 @@ def _stays_unfused(projection, x):
         return True
     weight = base._parameters.get("weight")
     dtype = getattr(getattr(projection, "weight", None) if weight is None else weight, "dtype", x.dtype)
-    return dtype != x.dtype and dtype in FLOATS and not torch.is_autocast_enabled(x.device.type)
+    return dtype != x.dtype and dtype in FLOATS and not autocasts(x.device.type)
 
 
 def _casts(module, names, producer_names, x):
     """Tell whether a cast in the code of `module` may change a dtype."""
-    if torch.is_autocast_enabled(x.device.type):
+    if autocasts(x.device.type):
         return "casts_under_autocast" in names
     return any(_stays_unfused(getattr(module, name), x) for name in producer_names)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.compiler import is_compiling
 
+from liger_hw.dispatch import autocasts
 from liger_hw.kernels.norms.l2_norm import L2_CASTING_MODES, l2_norm
 from liger_hw.kernels.norms.layer_norm import layer_norm
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
@@ -62,7 +63,7 @@ class NormMatch(Match):
         def forward(self, *args, **kwargs):
             if is_compiling() and compiles_by_itself(args):
                 return original.forward(self, *args, **kwargs)
-            if not unchanged(self, args, kwargs) or derived and torch.is_autocast_enabled(args[0].device.type):
+            if not unchanged(self, args, kwargs) or derived and autocasts(args[0].device.type):
                 return original.forward(self, *args, **kwargs)
             x = args[0]
             if width is not None and x.shape[-1] != width:
@@ -77,7 +78,7 @@ class NormMatch(Match):
                 wider = torch.promote_types(x.dtype, weight.dtype)  # fp32 of fp16 and bf16, which no probe showed
                 if not (wide_input if wider == x.dtype else narrow_input and wider == weight.dtype):
                     return original.forward(self, x)
-            if widens_under_autocast and x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type):
+            if widens_under_autocast and x.dtype != torch.float32 and autocasts(x.device.type):
                 return original.forward(self, x)
             eps = getattr(self, eps_name) if eps_name else written_eps
             if eps is None and takes_none:
@@ -88,7 +89,9 @@ class NormMatch(Match):
                 if bias_name:
                     weight = weight if offset is None else weight + offset
                     return op(x, weight, bias, eps, **options)
-                return in_memory_order(compute, x, weight, eps) if keeps_order else compute(x, weight, eps)
+                if keeps_order:
+                    return in_memory_order(compute, x, weight, eps)
+                return compute(x, weight, eps).contiguous()  # a CPU's reference keeps the order
             except ValueError:
                 if weight is None or weight.shape == x.shape[-1:]:
                     raise
@@ -207,21 +210,24 @@ def _normalized_width(module):
 def _match_layer_norm(module):
     """Match `torch.nn.LayerNorm` or a subclass that scales by weight or 1 + weight."""
     names = {"weight": "weight", "bias": "bias", "eps": "eps"}
-    parts = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
-    is_derived = type(module) is not torch.nn.LayerNorm
-    if len(module.normalized_shape) != 1 or module._modules or is_derived and module.weight is None:
+    if len(module.normalized_shape) != 1:
         return None
-    width = module.weight.numel() or PROBE_WIDTH if parts else module.normalized_shape[0]
+    if type(module) is torch.nn.LayerNorm:  # `read` tells whether a program replaced its code
+        return NormMatch.of(layer_norm, {}, names)
+    if module.weight is None or module._modules:
+        return None
+    width = module.weight.numel() or PROBE_WIDTH
+    parts = [name for name in ("weight", "bias") if getattr(module, name, None) is not None]
 
     def with_eps(eps, training, x, *parameters):
         parameters = dict.fromkeys(("weight", "bias")) | dict(zip(parts, parameters))
         return type(module).forward(probing.copy_of(module, parameters, {}, eps=eps, training=training), x)
 
     case = probing.case_of(width, weights=len(parts))
-    for offset in (0.0, 1.0) if is_derived else (0.0,):
+    for offset in (0.0, 1.0):
 
-        def by_op(eps, _, x, weight=None, bias=None, offset=offset):
-            return layer_norm.reference(x, weight + offset if offset else weight, bias, eps)
+        def by_op(eps, _, x, weight, bias=None, offset=offset):
+            return layer_norm.reference(x, weight + offset, bias, eps)
 
         functions = (functools.partial(function, PROBE_EPS) for function in (with_eps, by_op))
         if witnesses.Proof(*functions, case, exact=False).holds_for(module):

@@ -8,6 +8,7 @@ import itertools
 import torch
 
 from liger_hw._torch import PLAIN
+from liger_hw.dispatch import autocasts
 
 
 class Record:
@@ -107,7 +108,7 @@ def apply_steps(logits, steps):
 
 
 def autocast_dtype(device_type):
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    return torch.get_autocast_dtype(device_type) if autocasts(device_type) else None
 
 
 def scale_and_softcap(steps):

@@ -14,6 +14,7 @@ import threading
 import torch
 
 from liger_hw._torch import tensor_version
+from liger_hw.dispatch import autocasts
 from liger_hw.kernels.linear.lora_linear import lora_linear_group, share_dx
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.projection import adapter_of
@@ -96,7 +97,7 @@ def _facts(x, adapted):
     tensors += [t for t in ((weight,) if isinstance(weight, torch.Tensor) else weight) if isinstance(t, torch.Tensor)]
     if bias is not None:
         tensors.append(bias)
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    autocast = autocasts(device) and torch.get_autocast_dtype(device)
     return tensors, [*map(tensor_version, tensors), scaling, torch.is_grad_enabled(), autocast]
 
 

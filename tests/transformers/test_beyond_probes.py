@@ -538,3 +538,14 @@ def test_saved_tensors_that_may_change(make):
             y.sum().backward()
         found.append([x.grad, *(p.grad for p in module.parameters())])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.RMSNorm(64), lambda: nn.LayerNorm(64), Norm], ids=["rms", "layer", "written"]
+)
+def test_memory_order_of_permuted_rows(make):
+    plain = make().to(DEVICE)
+    patched = copy.deepcopy(plain)
+    assert liger_hw.patch(nn.Sequential(patched)).replaced
+    x = torch.randn(5, 2, 64, device=DEVICE).transpose(0, 1)
+    assert patched(x).stride() == plain(x).stride()

@@ -283,3 +283,18 @@ def test_a_module_that_refuses_attributes_is_patched_and_restored():
     assert liger_hw.patch(norm).replaced
     liger_hw.unpatch(norm)
     assert type(norm) is frozen
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi", "nemotron"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shapes_on_the_meta_device(family, dtype):
+    """torch.autocast does not know this device."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    if family != "gpt2":
+        sizes |= {"intermediate_size": 48, "num_key_value_heads": 4}
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config).to("meta", dtype)
+    ids = torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    assert liger_hw.patch(model).replaced
+    outputs = model(input_ids=ids, labels=ids)
+    assert outputs.loss.shape == () and outputs.logits.shape == (2, 5, 64)

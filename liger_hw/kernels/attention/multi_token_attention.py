@@ -24,14 +24,14 @@ import torch
 from torch.nn import functional as F
 
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, op
+from liger_hw.dispatch import Cost, autocasts, op
 from liger_hw.kernels.attention.softmax import softmax, softmax_rows, sparsemax
 
 
 def _validate(scores, weight, bias, groups):
     fits = scores.ndim == 4 and scores.is_floating_point()
     check(fits, "scores", scores, "floating point (batch, channels, queries, keys)")
-    cast = not scores.is_meta and torch.is_autocast_enabled(scores.device.type) and scores.dtype != torch.float64
+    cast = autocasts(scores.device.type) and scores.dtype != torch.float64
     channels = scores.shape[1]
     check(groups > 0 and channels % groups == 0, "groups", groups, f"a divisor of the {channels} channels")
     fits = weight.ndim == 4 and weight.shape[0] % groups == 0 and weight.shape[1] == channels // groups

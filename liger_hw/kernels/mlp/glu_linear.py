@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 from liger_hw._torch import saved_tensors_hooks, unviewed
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, differentiable, op, raw
+from liger_hw.dispatch import Cost, autocasts, differentiable, op, raw
 from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten, writes_over
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, geglu, glu, launch_backward, swiglu, validate
 from liger_hw.spelling import check_known
@@ -30,7 +30,7 @@ def _validate(gate, up, weight, bias, activation):
     validate(gate, up)
     check_known("activation", activation, ACTIVATIONS)
     dtype, cast = gate.dtype if up is None else torch.promote_types(gate.dtype, up.dtype), False
-    if gate.device.type != "meta" and torch.is_autocast_enabled(gate.device.type) and dtype != torch.float64:
+    if autocasts(gate.device.type) and dtype != torch.float64:
         dtype, cast = torch.get_autocast_dtype(gate.device.type), True
     fits = weight.ndim == 2 and weight.shape[0] > 0 and weight.shape[1] == gate.shape[-1]
     fits = fits and weight.device == gate.device and (cast or weight.dtype == dtype)

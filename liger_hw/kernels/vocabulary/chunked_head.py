@@ -6,6 +6,7 @@ import torch
 
 from liger_hw.backends import device_of
 from liger_hw.checks import check
+from liger_hw.dispatch import autocasts
 from liger_hw.kernels.vocabulary._fp16 import kept_dtype, largest_finite, power_of_2_below
 from liger_hw.kernels.vocabulary._in_forward import scale_in_place
 from liger_hw.kernels.vocabulary._products import add_product, widest_dtype, write_logits, write_product
@@ -25,7 +26,7 @@ def prepare_head(x, weight, bias, chunk_memory, flat=False, names=("x", "weight"
     `flat`: x must be (N, H). `names`: the caller's names of the tensors. With a `logits_dtype` autocast casts nothing.
     """
     check(logits_dtype in (None, torch.float32), "logits_dtype", logits_dtype, "None or torch.float32")
-    casts = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and logits_dtype is None
+    casts = autocasts(x.device.type) and logits_dtype is None
     if casts and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), bias if bias is None else bias.to(dtype)

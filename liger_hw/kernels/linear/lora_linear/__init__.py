@@ -31,7 +31,7 @@ import torch
 
 from liger_hw._torch import unviewed
 from liger_hw.checks import check, refuse
-from liger_hw.dispatch import Cost, differentiable, op, uncast
+from liger_hw.dispatch import Cost, autocasts, differentiable, op, uncast
 from liger_hw.dispatch.function import Function
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit
 from liger_hw.kernels.linear.lora_linear.products import (
@@ -53,7 +53,7 @@ from liger_hw.spelling import check_known
 
 def _is_autocast(x):
     """Tell whether autocast casts the arguments of F.linear(x, ...); it does not know "meta"."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    return autocasts(x.device.type) and x.dtype != torch.float64
 
 
 def _validate(x, weight, bias, lora_a, lora_b, dropout=0.0):
