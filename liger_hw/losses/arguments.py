@@ -75,6 +75,6 @@ def prepare_labels(x, labels, ignore_index, name):
     return labels.contiguous(), ignore_index
 
 
-def choose(condition, number, other, dtype=torch.float32):
+def choose(condition, number, other, dtype):
     """Return `number` where the condition holds, else `other`; torch.where's would have the default dtype."""
     return torch.full_like(condition, other, dtype=dtype).masked_fill(condition, number)
