@@ -108,11 +108,14 @@ def in_memory_order(function, x, *args):
     """
     if x.is_contiguous():
         return function(x, *args)
-    strides = x.stride()
-    order = sorted(range(x.ndim - 1), key=lambda dim: -strides[dim])
-    if order == [*range(x.ndim - 1)] or 0 in strides:
+    order, strides = list(range(x.ndim)), x.stride()
+    dims = sorted(order, key=lambda dim: -strides[dim])
+    if dims == order or 0 in strides:
         return function(x, *args)
-    return function(x.permute(*order, -1), *args).permute(*map(order.index, range(x.ndim - 1)), -1)
+    back = [dims.index(dim) for dim in order]
+    if dims[-1] == order[-1]:  # rows of x are rows of its memory
+        return function(x.permute(dims), *args).permute(back)
+    return function(x, *args).permute(dims).contiguous().permute(back)
 
 
 def remember(results, key, find):

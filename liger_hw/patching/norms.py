@@ -89,9 +89,8 @@ class NormMatch(Match):
                 if bias_name:
                     weight = weight if offset is None else weight + offset
                     return op(x, weight, bias, eps, **options)
-                if keeps_order:
-                    return in_memory_order(compute, x, weight, eps)
-                return compute(x, weight, eps).contiguous()  # a CPU's reference keeps the order
+                # contiguous: a CPU's reference keeps the order
+                return in_memory_order(compute, x, weight, eps) if keeps_order else compute(x, weight, eps).contiguous()
             except ValueError:
                 if weight is None or weight.shape == x.shape[-1:]:
                     raise

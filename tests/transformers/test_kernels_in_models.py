@@ -317,3 +317,23 @@ def test_experts_keep_gate_and_up_alone(backend, device):
         out.sum().backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="second backward"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("part", ["norm", "activation"])
+@pytest.mark.parametrize("dims", [(1, 0), (1, 0, 2), (2, 0, 1), (0, 2, 1), (2, 1, 0)], ids=str)
+def test_results_keep_the_memory_order(part, dims, backend, device):
+    plain, patched = (m.to(device) for m in tiny.pair("llama", num_hidden_layers=1))
+    if part == "norm":
+        plain, patched = plain.model.norm, patched.model.norm
+    else:
+        gelu = tiny.transformers.activations.NewGELUActivation
+        plain, patched = gelu(), torch.nn.Sequential(gelu())
+        assert liger_hw.patch(patched).replaced
+    sizes = [0] * len(dims)
+    for dim, place in enumerate(dims):  # x.permute(dims) ends with the hidden size
+        sizes[place] = (5, 3, 64)[dim + 3 - len(dims)]
+    x = torch.randn(sizes, device=device).permute(dims)
+    with liger_hw.use_backend(backend):
+        found = patched(x)
+    torch.testing.assert_close(found, plain(x))
+    assert found.stride() == plain(x).stride()
