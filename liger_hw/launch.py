@@ -88,7 +88,7 @@ def _key_reader(kernel, count):
             fact = name
         elif name.isupper():  # a pointer; with its type, so that every new subclass is met once and checked
             known = f"type({name}), {name}.is_neg(), {name}.dtype, ({name}_ := {name}.data_ptr()) & 15"
-            known += f" or not {name}_ and is_zerotensor({name}) and 16"  # no memory, as an empty tensor
+            known += f" or not {name}_ and is_zerotensor({name}) and 16"  # an empty tensor's address is 0, too
             known += size.format(name)
             fact, name = f"({name}_ := None) if {name} is None else ({known})", f"{name}_"
         else:

@@ -222,6 +222,7 @@ class _Wiring:
 
 
 def _shape_and_kind(result):
+    """Return what zeros like a result need; None for an absent one."""
     return None if result is None else (result.shape, {"dtype": result.dtype, "device": result.device})
 
 
@@ -230,8 +231,10 @@ def _zeros_for_none(grads, like):
 
     `like`: `_shape_and_kind` of each result.
     """
-    absent = (None if known is None else torch.zeros(known[0], **known[1]) for known in like)
-    return [zeros if grad is None else grad for grad, zeros in zip(grads, absent)]
+    return [
+        torch.zeros(known[0], **known[1]) if grad is None and known is not None else grad
+        for grad, known in zip(grads, like)
+    ]
 
 
 def _has_tensors(annotation):

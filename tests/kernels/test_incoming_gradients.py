@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from unreached import Unreached
 
 from liger_hw import use_backend
 from liger_hw._triton import interpreting
@@ -70,18 +71,6 @@ def test_incoming_gradients_of_any_size(op, dtype, scale, backend, device, pytes
     one_case = interpreting() and pytestconfig.getoption("--archs") == "turns"
     part = (HERE.index((dtype, scale)), 1) if one_case else ()  # each of the three pairs takes another case
     check(OPS[op], scale / ITEMS, dtype, backend, device, *part)
-
-
-class Unreached(torch.autograd.Function):
-    """The identity, which returns no gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return None
 
 
 def gradients_of(op, inputs, options, backend, reaches):

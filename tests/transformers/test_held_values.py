@@ -124,45 +124,35 @@ class Mode(enum.Enum):
         self.scale = 1.0
 
 
-class ByValue(Norm):
+class Valued(Norm):
+    def forward(self, x):
+        held = self.held
+        return self.normed(x) * held.value
+
+
+class FirstValue(Norm):
     def forward(self, x):
         held = self.held
         return self.normed(x) * held.value[0]
 
 
-def test_attributes_of_an_enums_member():
-    plain = Scaled(Mode.NUMBER)
+@pytest.mark.parametrize(
+    ("kind", "member", "write"),
+    [
+        (Scaled, Mode.NUMBER, lambda number: setattr(Mode.NUMBER, "scale", number)),
+        (Valued, Mode.NUMBER, lambda number: setattr(Mode.NUMBER, "_value_", number)),
+        (FirstValue, Mode.LIST, lambda number: Mode.LIST.value.__setitem__(0, number)),
+    ],
+    ids=["attribute", "value", "contents of the value"],
+)
+def test_members_of_an_enum(kind, member, write):
+    plain = kind(member)
     module = patched(plain)
     try:
-        Mode.NUMBER.scale = 2.0
+        write(2.0)
         torch.testing.assert_close(module(X), plain(X))
     finally:
-        Mode.NUMBER.scale = 1.0
-
-
-def test_another_value_of_an_enums_member():
-    class ByNumber(Norm):
-        def forward(self, x):
-            held = self.held
-            return self.normed(x) * held.value
-
-    plain = ByNumber(Mode.NUMBER)
-    module = patched(plain)
-    try:
-        Mode.NUMBER._value_ = 2.0
-        torch.testing.assert_close(module(X), plain(X))
-    finally:
-        Mode.NUMBER._value_ = 1.0
-
-
-def test_a_list_as_an_enums_value():
-    plain = ByValue(Mode.LIST)
-    module = patched(plain)
-    try:
-        Mode.LIST.value[0] = 2.0
-        torch.testing.assert_close(module(X), plain(X))
-    finally:
-        Mode.LIST.value[0] = 1.0
+        write(1.0)
 
 
 def test_the_default_dtype():

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from unreached import Unreached
 
 from liger_hw.stand_in.ops import LigerTiledMLPFunction, apply_tiled_mlp
 from liger_hw.testing.parity import compare, run
@@ -364,18 +365,6 @@ def test_bad_input():
         tiled.num_shards = shards
         with pytest.raises(ValueError, match="^shards: got .*allowed: None or a positive integer"):
             tiled(torch.zeros(3, HIDDEN))
-
-
-class Unreached(torch.autograd.Function):
-    """The identity, which returns no gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return None
 
 
 @kinds
