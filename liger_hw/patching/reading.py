@@ -70,7 +70,7 @@ OPERATORS = {"**": "__pow__", "-": "__rsub__", "/": "__rtruediv__", "//": "__flo
 
 
 class Defaults:
-    """State of torch that functions without such an argument read."""
+    """torch's defaults, which functions read where a call names no dtype."""
 
     dtype = property(lambda self: torch.get_default_dtype())
 
