@@ -248,7 +248,8 @@ def logits_loss(
         the sum, a scalar in the dtype that `loss` returns.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not fit; `loss` returns no scalar, or uses a further tensor that
+            requires grad.
         RuntimeError: a second backward.
     """
     x, weight, bias = prepare_head(x, weight, bias, chunk_memory, flat=True, logits_dtype=logits_dtype)

@@ -66,8 +66,8 @@ def token_loss(
         (sum (), *others (N,)).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; on a CPU, a token is outside the vocabulary (elsewhere the
-            loss is then NaN).
+        ValueError: shapes, dtypes or devices do not fit; `formula` returns another shape, or uses a further tensor that
+            requires grad; on a CPU, a token is outside the vocabulary (elsewhere the loss is then NaN).
         RuntimeError: a second backward.
 
     Examples:
@@ -134,8 +134,8 @@ def sequence_loss(
         (sum (), log-probabilities (parts G, T), entropy (parts G, T) or None), the last two without a gradient.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit; on a CPU, a token is outside the vocabulary (elsewhere the
-            loss is then NaN).
+        ValueError: shapes, dtypes or devices do not fit; `formula` returns another shape, or uses a further tensor that
+            requires grad; on a CPU, a token is outside the vocabulary (elsewhere the loss is then NaN).
         RuntimeError: a second backward.
 
     Examples:
