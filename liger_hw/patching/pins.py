@@ -282,13 +282,13 @@ class Members:
         self.new = [
             (members, name, getattr(base, name, None))
             for members, known, base in self.classes
-            for name in members.keys() - known - LEFT_BY_COPIES
+            for name in members.keys() - known - LEFT_BY_LIBRARIES
             if (hasattr(base, name) and name.startswith("__") if base else name in HIDES_ALL)
             or name in reading.attributes_read
             and (base is None or hasattr(base, name))
         ]
         # other names may take the place of these, whose number stays
-        is_known = not self.new and {name for names in added for name in names} <= LEFT_BY_COPIES
+        is_known = not self.new and {name for names in added for name in names} <= LEFT_BY_LIBRARIES
         count = sum(len(members) for members, _, _ in self.classes) + len(_torch.program_kernels)
         self.state, self.count = state, count if is_known else None
         return self._are_put_back()
@@ -303,7 +303,7 @@ TENSORS = [
 ]
 KERNELS = frozenset(_torch.program_kernels)
 HIDES_ALL = {"__getattr__", "__getattribute__"}
-LEFT_BY_COPIES = {"__slotnames__"}  # in a class
+LEFT_BY_LIBRARIES = {"__slotnames__", "___needs_generation_tag_patch"}  # in classes, by copies and torch.compile
 
 
 @_torch.constant_result
