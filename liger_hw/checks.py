@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import numbers
 import reprlib
 from collections.abc import Callable, Sequence
@@ -41,15 +42,19 @@ def refuse(argument: str, got, allowed) -> NoReturn:
 
 
 def check_constants(**arguments) -> None:
-    """Refuse tensors that need a gradient, where kernels take constants."""
+    """Refuse tensors that need a gradient or have a tangent, where kernels take constants."""
     for name, value in arguments.items():
-        if torch.is_tensor(value) and value.requires_grad and torch.is_grad_enabled():
+        if torch.is_tensor(value) and (value.requires_grad and torch.is_grad_enabled() or has_tangents([value])):
             refuse(name, "a tensor that needs a gradient", f"constants: pass {name}.detach(), or use plain torch")
 
 
 def plain_number(value):
     """Return a number as Python's, because kernels take no others, such as numpy's."""
-    if type(value) in NUMBERS or not isinstance(value, numbers.Real):
+    if type(value) in NUMBERS:
+        return value
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return value.item()
+    if not isinstance(value, numbers.Real):
         return value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
@@ -61,6 +66,7 @@ def plain_numbers(tensors: Sequence[str], **arguments) -> list:
         if torch.is_tensor(value) and name not in tensors and value.numel() == 1:
             check(value.device.type == "cpu", name, value, "a number")
             value = value.item()
+        check(not isinstance(value, str), name, repr(value), "a number")
         arguments[name] = plain_number(value)
     return list(arguments.values())
 
@@ -144,13 +150,24 @@ def explain(error, function, args, kwargs) -> None:
 
 
 def names_arguments(function: F) -> F:
-    """Make `function` take numbers of any type; its errors name wrong arguments."""
+    """Make `function` take numbers of any type; its errors name wrong arguments.
+
+    A tensor for a number must be a constant on the CPU, as for an op.
+    """
+    parameters = inspect.signature(function).parameters
+    kinds = {name: {p.annotation, *get_args(p.annotation)} for name, p in parameters.items()}
+    options = {name for name in kinds if kinds[name] & {float, int}}
+    tensors = [name for name in options if torch.Tensor in kinds[name]]
+
+    def plain(name, value):
+        return plain_numbers(tensors, **{name: value})[0] if name in options else plain_number(value)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         if is_compiling():
             return function(*args, **kwargs)
-        args, kwargs = [*map(plain_number, args)], {name: plain_number(value) for name, value in kwargs.items()}
+        args = [*itertools.starmap(plain, zip(parameters, args)), *args[len(parameters) :]]
+        kwargs = {name: plain(name, value) for name, value in kwargs.items()}
         try:
             return function(*args, **kwargs)
         except Exception as error:

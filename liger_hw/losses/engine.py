@@ -208,16 +208,22 @@ def taken(rows, part):
     return [row if row is None else row[part] for row in rows]
 
 
-def _gradient(value, logits, incoming=None, again=False):
-    return torch.autograd.grad(value, logits, incoming, retain_graph=again)[0]
+def gradients_of(value, leaves, incoming=None, again=False):
+    """Return the gradient of a formula's value by each leaf.
+
+    It is 0 where the value depends on none, as a formula's may be in some of the chunks.
+    """
+    if not value.requires_grad:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    return torch.autograd.grad(value, leaves, incoming, retain_graph=again, materialize_grads=True)
 
 
 def _scaled_gradient(value, logits, gradients):
     """Return a chunk's fp16 logit gradient, scaled by its own size, by two backwards."""
-    first = _gradient(value, logits, again=True)
+    (first,) = gradients_of(value, [logits], again=True)
     least = 0.5 if value.dtype == torch.float16 else 2.0**-24  # fp16 holds the factor; the gradient may underflow
     factor = gradients.factor(largest_finite(first).clamp(min=least))
-    scaled = _gradient(value, logits, factor.to(value.dtype))
+    (scaled,) = gradients_of(value, [logits], factor.to(value.dtype))
     # A function that computes in fp16 can overflow in an intermediate although its gradient would not.
     fits = (scaled.isfinite() | ~first.isfinite()).all()
     return torch.where(fits, scaled, first.float() * factor)
@@ -272,10 +278,11 @@ def logits_loss(
         leaf = logits.detach().requires_grad_(differentiate)
         with torch.set_grad_enabled(records):
             value = value_of(leaf, taken(rows, part))
-        if records and part.start == 0 and not traced(value):
+        if records and not traced(value):
             refuse_captured("loss", value, (leaf,))
         if differentiate:
-            logits.copy_(_scaled_gradient(value, leaf, gradients) if gradients.scales else _gradient(value, leaf))
+            scales = gradients.scales
+            logits.copy_(_scaled_gradient(value, leaf, gradients) if scales else gradients_of(value, [leaf])[0])
         return (value.detach(),)
 
     if widest_dtype(x, weight, logits_dtype) == torch.float16:

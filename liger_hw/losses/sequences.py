@@ -32,6 +32,7 @@ from liger_hw.losses.engine import (
     Head,
     check_result,
     detached,
+    gradients_of,
     refuse_captured,
     taken,
     with_gradients,
@@ -305,10 +306,10 @@ class _Computation:
         leaves = [row if row is None else row.detach().requires_grad_(self.needs_grad) for row in selected]
         with torch.set_grad_enabled(self.records):
             value, *others = self.formula(*leaves, groups)
-        if self.records and groups.start == 0 and not traced(value):
+        if self.records and not traced(value):
             refuse_captured("formula", value, leaves)
         if self.needs_grad:
-            grads = torch.autograd.grad(value, [leaf for leaf in leaves if leaf is not None], materialize_grads=True)
+            grads = gradients_of(value, [leaf for leaf in leaves if leaf is not None])
             if self.gradients.scales:
                 factor = self.gradients.factor(*(grad * bound for grad, bound in zip(grads, self._slope_bounds())))
                 grads = [grad * factor for grad in grads]

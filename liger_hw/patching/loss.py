@@ -214,7 +214,7 @@ def _unfused_cross_entropy(
     for name, value in (("invariant", invariant), ("logits_dtype", logits_dtype)):
         check(not value, name, value, WITHOUT_LOGITS)
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
-    fits = isinstance(chunk_memory, numbers.Real) and chunk_memory > 0
+    fits = isinstance(chunk_memory, numbers.Real) and 0 < chunk_memory < float("inf")
     check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
     formula.check_counted_rows(counted_rows, targets, options["ignore_index"])
     if return_entropy:

@@ -83,6 +83,8 @@ def tiled(function, module, x, shards=None):
     Under torch.func's transforms, forward-mode AD and `allow_mutation_on_saved_tensors`, the backward cannot compute a
     piece again, so the pieces keep what autograd keeps. A module with parametrizations or buffers, which may be a state
     (spectral norm), runs whole. Hooks of submodules run once a piece, and again in the backward; remove one after it.
+    Parameters are those of the forward. Another change before the backward (of a submodule, an attribute, a hook, train
+    or eval) changes what it computes, as with torch's checkpoint.
 
     Args:
         function: computes each token of its result from the same token of x alone. Random

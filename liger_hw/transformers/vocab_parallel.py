@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from liger_hw._torch import is_compiling
-from liger_hw.checks import check
+from liger_hw.checks import check, plain_numbers
 from liger_hw.kernels.vocabulary.chunked_head import Plan
 from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
 from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
@@ -83,6 +83,7 @@ def vocab_parallel_cross_entropy(
     """
     check(logits.ndim == 3, "logits", tuple(logits.shape), "three dimensions: sequence, batch, vocabulary")
     check(target.shape == logits.shape[:2], "target", tuple(target.shape), f"{tuple(logits.shape[:2])}")
+    (label_smoothing,) = plain_numbers((), label_smoothing=label_smoothing)
     check_smoothing(label_smoothing, formula, mode)
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     cols = logits.shape[-1]

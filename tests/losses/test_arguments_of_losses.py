@@ -1,17 +1,23 @@
 """Check arguments of the losses that changed a result in silence: dtypes, labels, formulas of a program."""
 
+import math
+
+import numpy
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from liger_hw import (
     cross_entropy,
     distillation_loss,
+    fused_linear_cross_entropy,
     multi_token_loss,
     offline_distillation_loss,
     policy_loss,
     policy_loss_of_logits,
     preference_loss,
+    router,
     sequence_loss,
     token_loss,
     unpaired_preference_loss,
@@ -21,6 +27,7 @@ from liger_hw.chunked_loss import LigerFusedLinearGRPOLoss
 from liger_hw.losses.engine import logits_loss
 from liger_hw.losses.policy import OBJECTIVES
 from liger_hw.transformers.functional import liger_fused_linear_kl_div
+from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 
 RANDOM = torch.Generator().manual_seed(0)
 X, WEIGHT = torch.randn(6, 7, 8, generator=RANDOM), torch.randn(11, 8, generator=RANDOM)
@@ -128,6 +135,123 @@ def test_a_formula_of_another_tensor_that_learns(name):
         torch.testing.assert_close(LEARNING[name](scale), exact)
     with pytest.raises(ValueError, match=r"further tensor \(\) that requires grad"):
         LEARNING[name](scale)
+
+
+def partly(scale, chunk_memory):
+    """Losses whose formula computes with `scale` for the last rows alone, and returns a constant for the first."""
+    last = torch.arange(6) >= 4
+    by_row = last.repeat_interleave(7).float()
+
+    def by_sequence(log_probs, _, groups):
+        return (scale * log_probs[0][last[groups]]).sum() if last[groups].any() else torch.zeros(())
+
+    def by_token(log_probs, _, weights):
+        return (scale * log_probs * weights if weights.any() else torch.zeros_like(log_probs).detach(),)
+
+    def by_logits(logits, weights):
+        return scale * (logits.logsumexp(-1) * weights).sum() if weights.any() else torch.zeros(())
+
+    def by_answer(answers, _):
+        chosen = answers.preferred
+        return -scale * answers.log_probs * chosen if chosen.any() else torch.zeros(len(chosen))
+
+    memory = {"chunk_memory": chunk_memory}
+    return {
+        "sequence": lambda x: sequence_loss(by_sequence, x, WEIGHT, TOKENS, **memory)[0],
+        "token": lambda x: token_loss(by_token, x.flatten(0, 1), WEIGHT, ROW_TOKENS, rows=(by_row,), **memory)[0],
+        "logits": lambda x: logits_loss(by_logits, x.flatten(0, 1), WEIGHT, None, (by_row,), **memory),
+        "answer": lambda x: unpaired_preference_loss(x, WEIGHT, TOKENS, last, loss_type=by_answer, **memory).loss,
+    }
+
+
+ONE_ANSWER = 7 * 11 * 4
+
+
+@pytest.mark.parametrize("chunk_memory", [ONE_ANSWER, 2**29])
+@pytest.mark.parametrize("name", partly(None, 1))
+def test_a_formula_that_computes_with_a_tensor_that_learns_in_a_later_chunk(name, chunk_memory):
+    with pytest.raises(ValueError, match=r"further tensor \(\) that requires grad"):
+        partly(torch.tensor(0.3, requires_grad=True), chunk_memory)[name](X)
+
+
+@pytest.mark.parametrize("name", partly(None, 1))
+def test_a_formula_that_is_constant_for_a_chunk(name):
+    results = []
+    for implementation, chunk_memory in ((None, ONE_ANSWER), (None, 2**29), ("reference", 2**29)):
+        x = X.clone().requires_grad_()
+        with use_backend(implementation):
+            loss = partly(1.5, chunk_memory)[name](x)
+        loss.backward()
+        results.append((loss.detach(), x.grad))
+    for result in results[:-1]:
+        torch.testing.assert_close(result, results[-1])
+
+
+OPTIONS = {
+    "preference": (("logit_scale", "softcap"), lambda **o: preference_loss(X, WEIGHT, TOKENS, **o).loss),
+    "unpaired": (
+        ("logit_scale", "softcap"), lambda **o: unpaired_preference_loss(X, WEIGHT, TOKENS, PREFERRED, **o).loss,
+    ),
+    "policy": (
+        ("logit_scale", "softcap", "num_items"),
+        lambda **o: policy_loss(X, WEIGHT, TOKENS, ADVANTAGES, beta=0.0, **o).loss,
+    ),
+    "multi_token": (
+        ("logit_scale", "softcap"), lambda **o: multi_token_loss(X[None], WEIGHT, TOKENS, **o),
+    ),
+    "token": (
+        ("logit_scale", "temperature"), lambda **o: token_loss(lambda lp, _: (-lp,), ROWS, WEIGHT, ROW_TOKENS, **o)[0],
+    ),
+    "sequence": (
+        ("logit_scale", "temperature"), lambda **o: sequence_loss(lambda lp, *_: -lp.sum(), X, WEIGHT, TOKENS, **o)[0],
+    ),
+    "distillation": (
+        ("temperature", "logit_scale", "teacher_logit_scale"),
+        lambda **o: distillation_loss(ROWS, WEIGHT, ROWS, 2 * WEIGHT, **o).loss,
+    ),
+    "kl_div": (("eps", "temperature"), lambda **o: liger_fused_linear_kl_div(ROWS, WEIGHT, TEACHER.exp(), **o)),
+    "vocab_parallel": (
+        ("label_smoothing",), lambda **o: vocab_parallel_cross_entropy(X @ WEIGHT.T, TOKENS, **o).sum(),
+    ),
+    "cross_entropy": (
+        ("logit_scale", "label_smoothing", "num_items"), lambda **o: cross_entropy(ROWS @ WEIGHT.T, ROW_TOKENS, **o),
+    ),
+    "linear_cross_entropy": (
+        ("logit_scale", "num_items"), lambda **o: fused_linear_cross_entropy(ROWS, WEIGHT, ROW_TOKENS, **o),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_number_that_learns(name):
+    """Its gradient would be lost, and so would a tangent."""
+    options, loss = OPTIONS[name]
+    for option in options:
+        number = {"label_smoothing": 0.1, "eps": 1e-3}.get(option, 1.5)
+        with pytest.raises(ValueError, match=f"{option}: got"):
+            loss(**{option: torch.tensor(number, requires_grad=True)})
+        with forward_ad.dual_level(), pytest.raises((ValueError, RuntimeError), match=f"{option}: got|forward-mode"):
+            loss(**{option: forward_ad.make_dual(torch.tensor(number), torch.ones(()))})
+        if option != "num_items":
+            with pytest.raises(ValueError, match=f"{option}: got '{number}'"):
+                loss(**{option: str(number)})
+        exact = loss(**{option: number})
+        for same in (numpy.array(number), numpy.float64(number), torch.tensor(number, dtype=torch.float64)):
+            torch.testing.assert_close(loss(**{option: same}), exact, rtol=0, atol=0)
+
+
+def test_a_learning_scale_of_the_router():
+    """Its gradient is that of the definition also at 1, where a number multiplies nothing."""
+    for value in (1.0, 1.5):
+        scale = torch.tensor(value, requires_grad=True)
+        weights, _ = router(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), 2, scale=scale)
+        weights.sum().backward()
+        torch.testing.assert_close(scale.grad, torch.tensor(5.0))
+
+
+def test_memory_of_a_chunk_is_finite():
+    with pytest.raises(ValueError, match="chunk_memory: got inf"):
+        fused_linear_cross_entropy(ROWS, WEIGHT, ROW_TOKENS, chunk_memory=math.inf)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def router(
     weights = expert_scores.gather(1, index)
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
-    weights = weights if scale == 1.0 else weights * scale
+    if torch.is_tensor(scale) or scale != 1.0:  # a tensor may learn
+        weights = weights * scale
     return weights.to(dtype or weights.dtype), index
 
 

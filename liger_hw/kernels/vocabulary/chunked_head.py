@@ -1,5 +1,6 @@
 """Compute an output layer's logits by chunks of rows, and accumulate its gradients over them."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ def prepare_head(x, weight, bias, chunk_memory, flat=False, names=("x", "weight"
     if bias is not None:
         fits = bias.shape == weight.shape[:1] and bias.dtype == weight.dtype and bias.device == x.device
         check(fits, bias_name, bias, f"{weight.dtype} of shape ({weight.shape[0]},) on {x.device}, as {weight_name}")
-    fits = isinstance(chunk_memory, (int, float)) and chunk_memory > 0
+    fits = isinstance(chunk_memory, (int, float)) and 0 < chunk_memory < math.inf
     check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
     return x, weight, bias
 
