@@ -4,6 +4,7 @@ Such a loss is an autograd function with liger_kernel's interface: its forward c
 """
 
 import torch
+from torch.compiler import is_compiling
 
 from liger_hw._torch import without_saved_tensors_hooks
 
@@ -73,7 +74,16 @@ class CustomLoss(torch.autograd.Function):
 
     @classmethod
     def backward(cls, ctx, grad_output, *_):
-        """Return the gradients of the arguments up to the bias."""
+        """Return the gradients of the arguments up to the bias.
+
+        Raises:
+            RuntimeError: create_graph=True, as the gradients are constants of the forward.
+        """
+        if torch.is_grad_enabled() and not is_compiling():
+            raise RuntimeError(
+                f"{cls.__name__} has no second-order gradients: call backward without create_graph=True, or compute "
+                "this loss from logits by functions of torch"
+            )
         grad_output = grad_output[0] if isinstance(grad_output, tuple) else grad_output
         if hasattr(ctx, "graph"):
             grad_input, grad_weight, grad_bias = _gradients(*ctx.graph, grad_output)

@@ -59,7 +59,7 @@ class LigerFusedLinearDistillationBase(CustomLoss):
 
         def hard(logits, target, teacher_x):
             if not compute_ce_loss:
-                return 0 * logits.sum(dtype=torch.float32)
+                return logits.new_zeros((), dtype=torch.float32)  # a banned token's logit of -inf times 0 is NaN
             return F.cross_entropy(logits.float(), target, ignore_index=ignore_index, reduction="sum")
 
         def both(*args):

@@ -1,5 +1,7 @@
 """Losses of one's own, by a function or by the base classes of liger_kernel.chunked_loss, are the ones they imitate."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from test_policy import case as policy_case
 from test_preference import case as answers_case
 
 from liger_hw.chunked_loss import functional
+from liger_hw.chunked_loss.fused_linear_distillation import LigerFusedLinearDistillationBase
 from liger_hw.chunked_loss.fused_linear_ppo import LigerFusedLinearPPOBase
 from liger_hw.chunked_loss.fused_linear_preference import LigerFusedLinearPreferenceBase
 from liger_hw.chunked_loss.fused_linear_unpaired_preference import LigerFusedLinearUnpairedPreferenceBase
@@ -32,6 +35,23 @@ class DPO(LigerFusedLinearPreferenceBase):
     @staticmethod
     def backward(ctx, *grad_output):
         return *LigerFusedLinearPreferenceBase.backward(ctx, grad_output)[:4], None, None, None, None
+
+
+class KL(LigerFusedLinearDistillationBase):
+    @staticmethod
+    def distillation_loss_fn(student, teacher, target, ignore_index, beta):
+        kept = student[:, :-1].log_softmax(-1), teacher[:, :-1].log_softmax(-1)
+        return F.kl_div(*kept, reduction="sum", log_target=True)
+
+    @classmethod
+    def forward(cls, ctx, x, weight, teacher, target, bias):
+        options = {"weight_hard_loss": 0.5, "weight_soft_loss": 0.5, "compute_ce_loss": False}
+        return super().forward(cls, ctx, x, weight, *teacher, target, bias, **options)
+
+    @staticmethod
+    def backward(ctx, *grad_output):
+        grad_x, grad_weight, *_, grad_bias = LigerFusedLinearDistillationBase.backward(ctx, grad_output)
+        return grad_x, grad_weight, None, None, grad_bias
 
 
 class KTO(LigerFusedLinearUnpairedPreferenceBase):
@@ -103,6 +123,30 @@ def test_policies(engine, device):
     expected = policy_loss(x, w, tokens, advantages, mask, b, old, beta=0.0, loss_type="bnpo")
     found = PPO.apply(x, w, tokens, mask.long(), advantages, b, old)
     same(found, (expected.loss, [expected.clip_ratio]), (x, w, b))
+
+
+def test_a_banned_token_without_cross_entropy(engine, device):
+    """Its logit is -inf, which a hard loss that is left out must not make NaN."""
+    (x, w, b), _, labels = answers_case(device=device)
+    b = b.detach().clone()
+    b[-1] = -math.inf
+    teacher = 0.5 * x.detach(), w.detach()
+    loss = KL.apply(x, w, teacher, labels, b)
+    student = F.linear(x, w, b).flatten(0, -2)
+    soft = KL.distillation_loss_fn(student, F.linear(*teacher).flatten(0, -2), None, None, None)
+    expected = 0.5 * soft / (labels != -100).sum()
+    same((loss, []), (expected, []), (x, w))
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["fp32", "fp16"])
+def test_second_order_gradients_are_refused(reduced):
+    (x, w, b), ref, labels = answers_case()
+    if reduced:
+        x, w, b = (tensor.detach().half().requires_grad_() for tensor in (x, w, b))
+        ref = [tensor.half() for tensor in ref]
+    for loss in (DPO.apply(x, w, labels, b, *ref, 1)[0], KL.apply(x, w, (x.detach(), w.detach()), labels, b)):
+        with pytest.raises(RuntimeError, match="has no second-order gradients"):
+            torch.autograd.grad(loss, x, create_graph=True)
 
 
 def test_only_what_asks_gets_a_gradient():
