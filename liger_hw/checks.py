@@ -66,7 +66,8 @@ def plain_numbers(tensors: Sequence[str], **arguments) -> list:
         if torch.is_tensor(value) and name not in tensors and value.numel() == 1:
             check(value.device.type == "cpu", name, value, "a number")
             value = value.item()
-        check(not isinstance(value, str), name, repr(value), "a number")
+        if isinstance(value, str):  # a text of other values would end a graph
+            refuse(name, repr(value), "a number")
         arguments[name] = plain_number(value)
     return list(arguments.values())
 
@@ -165,6 +166,8 @@ def names_arguments(function: F) -> F:
     @functools.wraps(function)
     def call(*args, **kwargs):
         if is_compiling():
+            named = (*zip(parameters, args), *kwargs.items())
+            check_constants(**{name: value for name, value in named if name in options})
             return function(*args, **kwargs)
         args = [*itertools.starmap(plain, zip(parameters, args)), *args[len(parameters) :]]
         kwargs = {name: plain(name, value) for name, value in kwargs.items()}

@@ -285,3 +285,20 @@ def test_a_divisor_in_float64():
     expected = F.cross_entropy(logits, tokens, reduction="sum") / 3.3
     for divisor in (3.3, torch.tensor(3.3, dtype=torch.float64)):
         torch.testing.assert_close(cross_entropy(logits, tokens, num_items=divisor), expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("name", ["policy", "token", "linear_cross_entropy"])
+def test_numbers_within_a_compiled_function(name):
+    """A divisor may be a tensor, and a number that learns is refused there, too."""
+    options, loss = OPTIONS[name]
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager")
+    def compiled(value, option):
+        return loss(**{option: value})
+
+    if "num_items" in options:
+        divisor = torch.tensor(5.0)
+        torch.testing.assert_close(compiled(divisor, "num_items"), loss(num_items=divisor))
+    with pytest.raises(ValueError, match="logit_scale: got"):
+        compiled(torch.tensor(1.5, requires_grad=True), "logit_scale")
