@@ -39,7 +39,8 @@ class ExpertsMatch(Match):
         from transformers.integrations import moe
 
         pins, shadowed = super().pins(original)
-        pins = [*pins, Pin(original, "forward", original.forward)]
+        # LoRA of parameters computes without a call of the module
+        pins += [Pin(original, name, getattr(original, name)) for name in ("forward", "__call__", "_call_impl")]
         shadowed |= {"_apply_gate"}
         return [*pins, *(Pin(moe, name, getattr(moe, name)) for name in IMPLEMENTATIONS)], shadowed
 
@@ -182,10 +183,9 @@ def _match_experts_without_gate(module):
 
         if _prove(original, replacement, 1, module, constants):
             pinned = () if is_module else (AttributePin((), ("act_fn",), module.act_fn, True),)
-            names = {"split": None}
             return ExpertsMatch.of(
-                activate, {"activation": name}, names, methods=(), pinned=pinned, bypassed=_children(module),
-                is_interface=True,
+                activate, {"activation": name}, {"split": None}, methods=(), pinned=pinned,
+                bypassed=_children(module), is_interface=True,
             )  # fmt: skip
     return None
 

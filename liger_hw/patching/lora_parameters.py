@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from liger_hw._torch import transforms_active
+from liger_hw._torch import CALL, transforms_active
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.patching import probing
 from liger_hw.patching.copies import watched
@@ -22,7 +22,7 @@ from liger_hw.patching.swapping import is_swapped, original_class
 LAYER = "peft.tuners.lora.layer"
 METHODS = ("_check_forward_args", "_activate_lora", "get_base_layer", "get_param", "get_delta_weight")
 METHODS += ("get_delta_factors",)  # of newer versions
-READ = ("forward", "__call__", "merged", "disable_adapters", "active_adapters", *METHODS)
+READ = ("forward", "__call__", "_call_impl", "merged", "disable_adapters", "active_adapters", *METHODS)
 PROXIES = ("_LoraParameterProxy", "_LoraFactorsProxy")
 ROLES = {"gate_up_proj": "gate_up_lora", "up_proj": "gate_up_lora", "down_proj": "down_lora"}
 PROBE_EXPERTS, PROBE_FEATURES, PROBE_HIDDEN, PROBE_RANK = 3, 24, 40, 4
@@ -64,6 +64,7 @@ def match_parameter(wrapper, remember):
     cls = original_class(experts)
     match = type(experts).liger_match if is_swapped(experts) else remember((LAYER, cls), lambda: match_experts(experts))
     serves = getattr(match, "is_whole", False) and wrapper.parameter_name in ROLES
+    serves = serves and (cls.__call__, cls._call_impl) == CALL
     if not serves or experts.has_bias or experts.is_transposed:
         return None, NOT_EXPERTS.format(cls.__name__)
     if not remember((LAYER, type(wrapper)), lambda: _computes_the_sum(wrapper)):
@@ -155,7 +156,7 @@ def _mixed(wrapper, x, index, routing_weights):
             return None
         wrappers.append(module)
         by_role[role], module = adapters, module._modules["base_layer"]
-    if not is_swapped(module) or not hasattr(module, "liger_mixed") or "forward" in vars(module):
+    if not is_swapped(module) or not hasattr(module, "liger_mixed") or is_intercepted(module):
         return None
     return module.liger_mixed(x, index, routing_weights, **_joined(by_role, x.dtype, wrappers))
 

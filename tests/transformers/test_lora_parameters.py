@@ -1,6 +1,7 @@
 """PEFT's LoRA of experts' parameters: patched models beside plain ones, by the parity rule against float64."""
 
 import copy
+import functools
 
 import pytest
 import tiny
@@ -82,6 +83,29 @@ def hook(model):
     inner.register_forward_hook(lambda module, args, y: 2 * y)
 
 
+def experts_in(model):
+    return wrappers(model)[0].get_base_layer()
+
+
+def double_gradient(model):
+    model.get_input_embeddings().requires_grad_()  # the hook changes the gradient of the experts' input
+    experts_in(model).register_full_backward_hook(lambda module, grads, _: (2 * grads[0], *grads[1:]))
+
+
+def double_gradient_before(model):
+    experts_in(model).register_full_backward_pre_hook(lambda module, grads: (2 * grads[0],))
+
+
+def watch_gradient(model):
+    experts_in(model).register_backward_hook(lambda module, grads, _: None)
+
+
+def double_call(model):
+    experts = experts_in(model)
+    call = type(experts)._call_impl  # with a partial function a copy of the model calls itself
+    experts._call_impl = functools.partial(lambda module, *args: 2 * call(module, *args), experts)
+
+
 def scale_by_tensor(model):
     for wrapper in wrappers(model):
         wrapper.scaling["default"] = torch.tensor(1.5)
@@ -108,6 +132,10 @@ STATES = {
     "trained weights": ({}, train_weights, True),
     "with layers": ({"family": "mixtral", "target_modules": ["q_proj", "v_proj"]}, None, True),
     "a hook": ({}, hook, False),
+    "a backward hook on experts": ({}, double_gradient, False),
+    "a backward pre-hook on experts": ({"parameters": BOTH[:1]}, double_gradient_before, False),
+    "a legacy hook on experts": ({}, watch_gradient, False),
+    "another call of experts": ({}, double_call, False),
     "a tensor as scaling": ({}, scale_by_tensor, False),
     "disabled": ({}, disable, False),
     "merged": ({}, merge, False),
@@ -215,6 +243,22 @@ def test_what_is_left_runs_their_forward():
         assert summary.left["ParamWrapper", reason] == (inside != "Qwen3MoeExperts") * len(parameters), summary
         tiny.assert_learns_alike(plain, patched, **tiny.tokens(1, 7))
     assert liger_hw.patch(patched, lora=False).left["ParamWrapper", "lora=False"] == 2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+def test_a_call_of_experts_that_a_program_replaced(name, when, backend, device, monkeypatch):
+    plain, patched = adapted().to(device), adapted().to(device)
+    if when == "after":
+        liger_hw.patch(patched)
+    cls = type(experts_in(plain))
+    call = getattr(cls, name)
+    monkeypatch.setattr(cls, name, lambda self, *args: 2 * call(self, *args), raising=False)
+    if when == "before":
+        reason = lora_parameters.NOT_EXPERTS.format(cls.__name__)
+        assert liger_hw.patch(patched).left["ParamWrapper", reason] == 2
+    with liger_hw.use_backend(backend):
+        tiny.assert_learns_alike(plain, patched, **{key: x.to(device) for key, x in tiny.tokens(1, 7).items()})
 
 
 @pytest.mark.parametrize("name", ["_activate_lora", "get_delta_weight", "forward"])
