@@ -17,11 +17,11 @@ from liger_hw.kernels.moe import experts
 from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match
-from liger_hw.patching.pins import AttributePin
+from liger_hw.patching.pins import AttributePin, code_guard, digest
 from liger_hw.patching.reading import Pin, read, read_function
+from liger_hw.patching.values import MISSING, foreign
 
 PROBE_ROWS, PROBE_INTERMEDIATE = 7, 48
-IMPLEMENTATIONS = ("grouped_mm_experts_forward", "batched_mm_experts_forward")  # they call a module's gate
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,18 @@ class ExpertsMatch(Match):
     is_interface: bool = False
 
     def pins(self, original):
-        from transformers.integrations import moe
-
         pins, shadowed = super().pins(original)
         # LoRA of parameters computes without a call of the module
         pins += [Pin(original, name, getattr(original, name)) for name in ("forward", "__call__", "_call_impl")]
-        shadowed |= {"_apply_gate"}
-        return [*pins, *(Pin(moe, name, getattr(moe, name)) for name in IMPLEMENTATIONS)], shadowed
+        return pins, shadowed | {"_apply_gate"}
+
+    def reason_against(self, original):
+        # DeepSpeed replaces torch.arange while it builds a model in shards
+        replaced = self.is_whole and foreign(_interface_pins(), ("torch", "transformers", "builtins", "deepspeed"))
+        return f"a program replaced {replaced}, which grouped experts call" if replaced else None
+
+    def digest(self, original):
+        return digest([*self.pins(original)[0], *(_interface_pins() if self.is_whole else ())])
 
     def members(self, original, unchanged):
         options, names = dict(self.options), dict(self.names)
@@ -69,11 +74,31 @@ def _is_interface(forward):
     return chosen is moe.ALL_EXPERTS_FUNCTIONS
 
 
+def _interface_pins():
+    """Return `Pin`s of transformers' grouped experts: their caller, and the functions that they call."""
+    from transformers.integrations import moe
+
+    interface, grouped, name = moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward, "get_interface"
+    pins = [Pin(type(interface), name, getattr(type(interface), name)), Pin(vars(interface), name, MISSING)]
+    pins += [Pin(moe, "grouped_mm_experts_forward", grouped), *read_function(grouped).pins]
+    return [pin for pin in pins if pin.name != "empty_like"]  # transformers overwrites all that it returns
+
+
 def _forward_of(original, up_first, activation, unchanged):
+    from transformers.integrations import moe
+
+    interface, grouped = moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward
+    interface_unchanged = code_guard(_interface_pins())
+
     def mixed(self, x, index, routing_weights, **lora):
         """Return the output of `experts`, or None where the module must compute."""
-        if unchanged(self) and witnesses.cover(x) and _can_mix(self, x, index, routing_weights, bool(lora)):
-            return experts.experts(x, *_weights(self), index, routing_weights, activation, up_first, **lora)
+        if torch.compiler.is_compiling() or not unchanged(self) or not witnesses.cover(x):
+            return None
+        up = getattr(self, "gate_up_proj" if self.has_gate else "up_proj", None)  # (E, 2I, H), or (E, I, H)
+        down = getattr(self, "down_proj", None)
+        is_grouped = self.config._experts_implementation == "grouped_mm" and interface.get("grouped_mm") is grouped
+        if is_grouped and _can_mix(self, x, up, down, index, routing_weights, bool(lora)) and interface_unchanged():
+            return experts.experts(x, up, down, index, routing_weights, activation, up_first, **lora)
         return None
 
     def forward(self, *args, **kwargs):
@@ -104,32 +129,21 @@ def _gate_of(original, op_name, options, names, unchanged):
     return _apply_gate
 
 
-def _weights(module):
-    """Return projections (E, 2I, H), without a gate (E, I, H), and (E, H, I)."""
-    return getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None), getattr(module, "down_proj", None)
-
-
-def _can_mix(module, x, index, routing_weights, has_lora):
+def _can_mix(module, x, up, down, index, routing_weights, has_lora):
     """Tell whether `experts` computes this module's output for x, and a backward may follow.
 
     With LoRA it also serves without a backward, where PEFT would merge the weights of all experts.
     """
-    if torch.compiler.is_compiling():  # before the import, which torch 2.10 cannot trace
-        return False
-    from transformers.integrations import moe
-
-    weights = _weights(module)
     return (
-        module.config._experts_implementation == "grouped_mm"
-        and moe.ALL_EXPERTS_FUNCTIONS.get("grouped_mm", None) is moe.grouped_mm_experts_forward
-        and not (module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False))
+        not (module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False))
         # hooks gather sharded weights, or mark the tokens that belong to another rank's experts
         and not (getattr(module, "_is_expert_parallel", False) or forward_hooks(module))
-        and is_plain(x, *weights)
-        and all(w is not None and w.dtype == x.dtype for w in weights)
+        and not (up is None or down is None)
+        and is_plain(x, up, down)
+        and x.dtype == up.dtype == down.dtype
+        and (has_lora or torch.is_grad_enabled() and (x.requires_grad or up.requires_grad or down.requires_grad))
         and index.dtype in (torch.int64, torch.int32)
         and routing_weights.dtype in (x.dtype, torch.float32)
-        and (has_lora or torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *weights)))
         and experts.experts.choose(x.device, x.dtype) not in ("cpu", "reference")
     )
 
@@ -154,8 +168,7 @@ def match_experts(module):
             return apply_gate(probe, gate_up)
 
         def replacement(_, gate_up, numbers=probe_numbers, split=split, op=op, options=options):
-            options = options | numbers
-            return op.reference(*gates.HALVES[split](gate_up), **options)
+            return op.reference(*gates.HALVES[split](gate_up), **options | numbers)
 
         constants = read(type(module), ("_apply_gate",)).constants
         if _prove(original, replacement, 2, module, constants):

@@ -67,6 +67,8 @@ def match_parameter(wrapper, remember):
     serves = serves and (cls.__call__, cls._call_impl) == CALL
     if not serves or experts.has_bias or experts.is_transposed:
         return None, NOT_EXPERTS.format(cls.__name__)
+    if reason := remember((LAYER, match), lambda: match.reason_against(cls)):
+        return None, reason
     if not remember((LAYER, type(wrapper)), lambda: _computes_the_sum(wrapper)):
         return None, OTHERWISE
     return LoraParameterMatch("experts with LoRA"), None

@@ -268,6 +268,58 @@ def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
     assert len(calls) == 1
 
 
+def moved(function):
+    """Return a function whose result, a tensor, has its last column first."""
+
+    def roll(*args, **kwargs):
+        result = function(*args, **kwargs)
+        return result.roll(1, -1) if torch.is_tensor(result) else result
+
+    return roll
+
+
+REPLACED = {  # what transformers' grouped experts call, or what calls them
+    "_grouped_linear": "transformers.integrations.moe",
+    "_grouped_mm": "transformers.integrations.moe",
+    "grouped_mm": "torch.nn.functional",
+    "histc": "torch",
+    "cumsum": "torch",
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_function_that_experts_call_is_replaced(name, when, backend, device, monkeypatch):
+    plain, patched = (tiny.model("mixtral", **MIXTURES_OF["mixtral"], **MIXTURES).to(device) for _ in range(2))
+    place = importlib.import_module(REPLACED[name])
+    inputs = {key: x.to(device) for key, x in tiny.tokens(2, 7).items()}
+    before = tiny.call(plain, **inputs).loss
+    if when == "after":
+        liger_hw.patch(patched)
+    monkeypatch.setattr(place, name, moved(getattr(place, name)))
+    if when == "before":
+        reason = f"a program replaced {name}, which grouped experts call"
+        assert liger_hw.patch(patched).left["MixtralExperts", reason] == 1
+    with liger_hw.use_backend(backend):
+        tiny.assert_learns_alike(plain, patched, **inputs)
+    assert tiny.call(plain, **inputs).loss != before
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_another_choice_among_implementations_of_experts(when, backend, device, monkeypatch):
+    from transformers.integrations import moe
+
+    plain, patched = (tiny.model("mixtral", **MIXTURES_OF["mixtral"], **MIXTURES).to(device) for _ in range(2))
+    if when == "after":
+        liger_hw.patch(patched)
+    choose = moe.ExpertsInterface.get_interface
+    monkeypatch.setattr(moe.ExpertsInterface, "get_interface", lambda *args: moved(choose(*args)))
+    if when == "before":
+        liger_hw.patch(patched)
+    with liger_hw.use_backend(backend):
+        tiny.assert_learns_alike(plain, patched, **{key: x.to(device) for key, x in tiny.tokens(1, 7).items()})
+
+
 @pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
 def test_hooks_on_the_activation_of_patched_experts_fire(family, backend, device):
     _, patched = tiny.pair(family, **MIXTURES_OF[family], **MIXTURES)

@@ -261,6 +261,13 @@ def test_a_call_of_experts_that_a_program_replaced(name, when, backend, device, 
         tiny.assert_learns_alike(plain, patched, **{key: x.to(device) for key, x in tiny.tokens(1, 7).items()})
 
 
+def test_a_function_that_experts_call_is_replaced(monkeypatch):
+    histc = torch.histc
+    monkeypatch.setattr(torch, "histc", lambda *args, **options: histc(*args, **options))
+    reason = "a program replaced histc, which grouped experts call"
+    assert liger_hw.patch(adapted()).left["ParamWrapper", reason] == 2
+
+
 @pytest.mark.parametrize("name", ["_activate_lora", "get_delta_weight", "forward"])
 def test_code_of_peft_replaced(name, backend, device, served, monkeypatch):
     """A program's own method runs, and a probe refuses to match another sum."""
