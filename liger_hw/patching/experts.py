@@ -139,11 +139,15 @@ def _can_mix(module, x, up, down, index, routing_weights, has_lora):
         # hooks gather sharded weights, or mark the tokens that belong to another rank's experts
         and not (getattr(module, "_is_expert_parallel", False) or forward_hooks(module))
         and not (up is None or down is None)
-        and is_plain(x, up, down)
+        and is_plain(x, index, routing_weights, up, down)
         and x.dtype == up.dtype == down.dtype
         and (has_lora or torch.is_grad_enabled() and (x.requires_grad or up.requires_grad or down.requires_grad))
         and index.dtype in (torch.int64, torch.int32)
         and routing_weights.dtype in (x.dtype, torch.float32)
+        and x.ndim == index.ndim == 2
+        and index.shape == routing_weights.shape
+        and x.shape[0] == index.shape[0]
+        and module.num_experts == down.shape[0]
         and experts.experts.choose(x.device, x.dtype) not in ("cpu", "reference")
     )
 

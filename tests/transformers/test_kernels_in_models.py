@@ -320,6 +320,31 @@ def test_another_choice_among_implementations_of_experts(when, backend, device, 
         tiny.assert_learns_alike(plain, patched, **{key: x.to(device) for key, x in tiny.tokens(1, 7).items()})
 
 
+def patched_experts(device):
+    """Return a plain and a patched group of experts, and its arguments for 7 tokens."""
+    pair = tiny.pair("mixtral", **MIXTURES_OF["mixtral"], **MIXTURES)
+    x = torch.randn(7, tiny.TINY["hidden_size"], device=device)
+    index = torch.arange(14, device=device).view(7, 2) % 4
+    experts = (model.to(device).model.layers[0].mlp.experts for model in pair)
+    return *experts, x, index, torch.rand(7, 2, device=device)
+
+
+@pytest.mark.parametrize("shape", [(7, 2, 1), (14,), (2, 7), (8, 2)], ids=str)
+def test_routing_weights_in_other_shapes(shape, backend, device):
+    plain, patched, x, index, weights = patched_experts(device)
+    weights = torch.cat((weights, weights[:1])) if shape == (8, 2) else weights.view(shape)
+    with liger_hw.use_backend(backend):
+        torch.testing.assert_close(patched(x, index, weights), plain(x, index, weights))
+
+
+def test_another_number_of_experts_than_the_weights_have(backend, device):
+    *both, x, index, weights = patched_experts(device)
+    for experts in both:
+        experts.num_experts = 5
+        with liger_hw.use_backend(backend), pytest.raises(RuntimeError, match="batch"):
+            experts(x, index, weights)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "nemotron_h"])
 def test_hooks_on_the_activation_of_patched_experts_fire(family, backend, device):
     _, patched = tiny.pair(family, **MIXTURES_OF[family], **MIXTURES)
