@@ -59,14 +59,14 @@ def plain_number(value):
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
-def plain_numbers(tensors: Sequence[str], **arguments) -> list:
-    """Return options as Python's numbers, or as tensors where `tensors` names them."""
+def plain_numbers(tensors: Sequence[str], texts: Sequence[str] = (), /, **arguments) -> list:
+    """Return options as Python's numbers, tensors where `tensors` and strings where `texts` name them."""
     check_constants(**arguments)
     for name, value in arguments.items():
         if torch.is_tensor(value) and name not in tensors and value.numel() == 1:
             check(value.device.type == "cpu", name, value, "a number")
             value = value.item()
-        if isinstance(value, str):  # a text of other values would end a graph
+        if isinstance(value, str) and name not in texts:  # the text of a tensor would end a graph
             refuse(name, repr(value), "a number")
         arguments[name] = plain_number(value)
     return list(arguments.values())
@@ -158,10 +158,10 @@ def names_arguments(function: F) -> F:
     parameters = inspect.signature(function).parameters
     kinds = {name: {p.annotation, *get_args(p.annotation)} for name, p in parameters.items()}
     options = {name for name in kinds if kinds[name] & {float, int}}
-    tensors = [name for name in options if torch.Tensor in kinds[name]]
+    others = [[name for name in options if kind in kinds[name]] for kind in (torch.Tensor, str)]
 
     def plain(name, value):
-        return plain_numbers(tensors, **{name: value})[0] if name in options else plain_number(value)
+        return plain_numbers(*others, **{name: value})[0] if name in options else plain_number(value)
 
     @functools.wraps(function)
     def call(*args, **kwargs):

@@ -195,7 +195,7 @@ class Op:
         names = ", ".join(self._parameters)
         checks = self._validate and f"validate({arguments_by_name(self._validate, self._parameters)})"
         known = " and ".join(f"type({name}) in NUMBERS" for name in numbers) or None
-        plain = f"{', '.join(numbers)}, = plain_numbers(TENSORS, {', '.join(f'{name}={name}' for name in numbers)})"
+        plain = f"{', '.join(numbers)}, = plain_numbers(*OTHERS, {', '.join(f'{name}={name}' for name in numbers)})"
         source = f"""
             def {self.name}({names}):
                 if not ({known or True}):
@@ -205,7 +205,8 @@ class Op:
         """
         functions = define(
             self.name, source, validate=self._validate, implementation=implementation, arguments=self.arguments,
-            NUMBERS=NUMBERS, plain_numbers=plain_numbers, TENSORS=[n for n in numbers if torch.Tensor in kinds[n]],
+            NUMBERS=NUMBERS, plain_numbers=plain_numbers,
+            OTHERS=[[name for name in numbers if kind in kinds[name]] for kind in (torch.Tensor, str)],
         )  # fmt: skip
         checked = functools.update_wrapper(functions[self.name], implementation)
         checked.__defaults__ = self.reference.__defaults__

@@ -22,6 +22,13 @@ def test_parity(dtype, backend, device, small_cases):
         check(multi_token_attention, inputs, options, backend)
 
 
+@pytest.mark.parametrize("padding", ["same", "valid", (1, 2), 1])
+def test_padding_as_in_conv2d(padding, backend, device):
+    torch.manual_seed(0)
+    inputs = [randn(*shape, device=device).requires_grad_() for shape in ((2, 2, 6, 6), (2, 2, 3, 3), (2,))]
+    check(multi_token_attention, inputs, {"padding": padding}, backend)
+
+
 @KINDS
 @pytest.mark.parametrize("queries, keys", [(6, 6), (9, 4), (3, 8)])
 def test_the_definition_is_a_softmax_of_each_row(sparse, queries, keys):
