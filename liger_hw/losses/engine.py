@@ -133,26 +133,28 @@ class LossInForward(GradientsInForward):
     """Autograd function that returns the outputs of `compute`, the first with a gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, op, compute, needs_grad, with_kernels):
+    def forward(ctx, x, weight, bias, op, compute, needs_grad, with_kernels, depends):
         with without_saved_tensors_hooks():
             (value, *logged), gradients = compute(needs_grad)
         LossInForward.keep(ctx, gradients, op, (x.dtype, weight.dtype, weight.dtype), with_kernels, weight=weight)
-        ctx.mark_non_differentiable(*logged)
+        ctx.mark_non_differentiable(*logged, *([] if any(depends) else [value]))
         return value, *logged
 
 
-def with_gradients(op, compute, x, weight, bias, plan):
+def with_gradients(op, compute, x, weight, bias, plan, depends=(True,)):
     """Return the outputs of `compute`, (value (), *logged); only the value has a gradient.
 
     Args:
         op: name of the caller's op, for errors.
         compute: (which of x, weight and bias need a gradient) -> ((value, *logged), the gradients of the value), all
             without a graph.
+        depends: whether the value of each chunk depends on one of them; a list that `compute` fills.
     """
-    return LossInForward.apply(x, weight, bias, op, compute, needed_gradients(x, weight, bias), plan.with_kernels)
+    needed = needed_gradients(x, weight, bias)
+    return LossInForward.apply(x, weight, bias, op, compute, needed, plan.with_kernels, depends)
 
 
-def sum_over_chunks(op, step, head, plan, buffers):
+def sum_over_chunks(op, step, head, plan, buffers, depends=(True,)):
     """Return (value, *logged) of all rows; only the value has a gradient.
 
     Args:
@@ -162,6 +164,7 @@ def sum_over_chunks(op, step, head, plan, buffers):
             `ChunkedHead.run` requires.
         head: a `Head` of at least one row, whose `scaling` is left to `step`.
         buffers: memory that `step` takes, logits included, in multiples of a chunk's logits.
+        depends: as in `with_gradients`.
     """
 
     def compute(needs_grad):
@@ -173,7 +176,7 @@ def sum_over_chunks(op, step, head, plan, buffers):
         values, *logged = zip(*outputs)
         return (torch.stack(values).sum(), *(torch.cat(rows) for rows in logged)), gradients
 
-    return with_gradients(op, compute, *head[:3], plan)
+    return with_gradients(op, compute, *head[:3], plan, depends)
 
 
 def check_result(name, value, shape, meaning):
@@ -264,7 +267,7 @@ def logits_loss(
     for row in rows:
         check(row is None or row.shape[:1] == x.shape[:1], "rows", row, f"None or tensors of {x.shape[0]} rows")
     head = Head(x, weight, bias, UNSCALED, chunk_memory, accum_dtype, logits_dtype, invariant)
-    plan, records = head.plan(), torch.is_grad_enabled()
+    plan, records, depends = head.plan(), torch.is_grad_enabled(), []
 
     def value_of(logits, rows):
         value = loss(logits, *rows)
@@ -280,6 +283,7 @@ def logits_loss(
             value = value_of(leaf, taken(rows, part))
         if records and not traced(value):
             refuse_captured("loss", value, (leaf,))
+        depends.append(value.requires_grad)
         if differentiate:
             scales = gradients.scales
             logits.copy_(_scaled_gradient(value, leaf, gradients) if scales else gradients_of(value, [leaf])[0])
@@ -287,4 +291,4 @@ def logits_loss(
 
     if widest_dtype(x, weight, logits_dtype) == torch.float16:
         buffers += 4
-    return sum_over_chunks("logits_loss", step, head, plan, buffers)[0]
+    return sum_over_chunks("logits_loss", step, head, plan, buffers, depends)[0]

@@ -235,13 +235,13 @@ def _by_groups(op, formula, head, tokens, groups, scaling, with_entropy):
         value, *others = formula(*groups.select((log_probs, entropy), every), every)
         return value, *(row if row is None else row.detach() for row in (log_probs, entropy, *others))
 
-    records = torch.is_grad_enabled()
+    records, depends = torch.is_grad_enabled(), []
 
     def compute(needs_grad):
         chunks = ChunkedHead(*head[:3], plan, group=groups.parts * groups.length)
-        return _Computation(formula, chunks, tokens, groups, scaling, with_entropy, needs_grad, records).run()
+        return _Computation(formula, chunks, tokens, groups, scaling, with_entropy, needs_grad, records, depends).run()
 
-    value, log_probs, *logged = with_gradients(op, compute, *head[:3], plan)
+    value, log_probs, *logged = with_gradients(op, compute, *head[:3], plan, depends)
     return value, log_probs, *(logged if with_entropy else (None, *logged))
 
 
@@ -253,10 +253,11 @@ class _Computation:
         head: the `ChunkedHead`, whose buffer holds a fill's logits, then their gradient.
         needs_grad: whether x, weight and bias need a gradient.
         records: whether autograd records the caller's call, which then may need a gradient of another tensor.
+        depends: of `with_gradients`.
     """
 
-    def __init__(self, formula, head, tokens, groups, scaling, with_entropy, needs_grad, records):
-        self.records = records
+    def __init__(self, formula, head, tokens, groups, scaling, with_entropy, needs_grad, records, depends):
+        self.records, self.depends = records, depends
         self.formula, self.head, self.tokens, self.groups, self.scaling = formula, head, tokens, groups, scaling
         self.fills, self.needs_grad = _fills(groups, head.rows), any(needs_grad)
         slices = sum(len(fill.recomputed) + len(fill.kept) for fill in self.fills)
@@ -308,6 +309,7 @@ class _Computation:
             value, *others = self.formula(*leaves, groups)
         if self.records and not traced(value):
             refuse_captured("formula", value, leaves)
+        self.depends.append(value.requires_grad)
         if self.needs_grad:
             grads = gradients_of(value, [leaf for leaf in leaves if leaf is not None])
             if self.gradients.scales:

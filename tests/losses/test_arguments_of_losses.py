@@ -187,6 +187,24 @@ def test_a_formula_that_is_constant_for_a_chunk(name):
         torch.testing.assert_close(result, results[-1])
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: token_loss(lambda lp, _: (-lp.detach(),), x.flatten(0, 1), WEIGHT, ROW_TOKENS)[0],
+        lambda x: sequence_loss(lambda lp, *_: -lp.detach().sum(), x, WEIGHT, TOKENS)[0],
+        lambda x: logits_loss(lambda logits: logits.detach().sum(), x.flatten(0, 1), WEIGHT),
+        lambda x: preference_loss(x, WEIGHT, TOKENS, loss_type=lambda pairs, *_: -pairs.margin.detach()).loss,
+    ],
+)
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_a_formula_that_is_constant_for_every_chunk(function, implementation):
+    """A backward is torch's error, not gradients of 0."""
+    x = X.clone().requires_grad_()
+    with use_backend(implementation):
+        loss = function(x)
+    assert not loss.requires_grad and loss.isfinite()
+
+
 OPTIONS = {
     "preference": (("logit_scale", "softcap"), lambda **o: preference_loss(X, WEIGHT, TOKENS, **o).loss),
     "unpaired": (
