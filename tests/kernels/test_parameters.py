@@ -6,7 +6,16 @@ Kernels read value after value.
 import pytest
 import torch
 
-from liger_hw import cross_entropy, fused_add_rms_norm, fused_linear_cross_entropy, layer_norm, rms_norm, use_backend
+from liger_hw import (
+    attention_residual,
+    cross_entropy,
+    dyt,
+    fused_add_rms_norm,
+    fused_linear_cross_entropy,
+    layer_norm,
+    rms_norm,
+    use_backend,
+)
 from liger_hw.testing.parity import check
 
 VIEWS = {"column": lambda w: torch.stack((w, -w), 1)[:, 0], "expanded": lambda w: w[:1].expand(w.shape)}
@@ -20,6 +29,24 @@ def test_norms(op, view, backend, device):
     parameters = [view(p).detach().requires_grad_() for p in ((w, b) if op is layer_norm else (w,))]
     inputs = [x.requires_grad_(), residual.requires_grad_()] if op is fused_add_rms_norm else [x.requires_grad_()]
     check(op, (*inputs, *parameters), {}, backend)
+
+
+@pytest.mark.parametrize("wide", ["x", "parameters"])
+@pytest.mark.parametrize("op", [rms_norm, layer_norm, attention_residual, dyt], ids=lambda op: op.__name__)
+def test_float64_beside_float32(op, wide):
+    """The result has the dtype of `x`, and the numbers of the definition to its rounding."""
+    torch.manual_seed(0)
+    x, parameters = torch.randn(3, 5, 8), [torch.randn(8) for _ in range({rms_norm: 1, dyt: 3}.get(op, 2))]
+    if op is dyt:
+        parameters[0] = parameters[0][:1]
+    exact = op(x.double(), *(p.double() for p in parameters))
+    if wide == "x":
+        x = x.double()
+    else:
+        parameters = [p.double() for p in parameters]
+    result = op(x, *parameters)
+    assert result.dtype == x.dtype
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("op", [rms_norm, layer_norm], ids=lambda op: op.__name__)

@@ -60,8 +60,9 @@ def layer_norm(
         >>> liger_hw.layer_norm(torch.rand(2, 8), torch.ones(8), torch.zeros(8)).shape
         torch.Size([2, 8])
     """
-    weight, bias = (None if parameter is None else widen(parameter) for parameter in (weight, bias))
-    return torch.nn.functional.layer_norm(widen(x), x.shape[-1:], weight, bias, eps).to(x.dtype)
+    wide = widen(x)
+    weight, bias = (None if parameter is None else parameter.to(wide.dtype) for parameter in (weight, bias))
+    return torch.nn.functional.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
 layer_norm.shards(x="... H", weight="H", bias="H", returns="x")

@@ -81,7 +81,7 @@ def attention_residual(
     wide = widen(blocks)
     keys = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * widen(w_norm)
     with uncast(wide):
-        weights = (keys @ widen(w_query)).softmax(0)
+        weights = (keys @ w_query.to(keys.dtype)).softmax(0)
     return (weights[..., None] * wide).sum(0).to(blocks.dtype)
 
 
