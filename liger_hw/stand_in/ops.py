@@ -160,8 +160,8 @@ def LigerFusedAddRMSNormFunction(X, R, W, eps, offset=0.0, casting_mode="llama",
 @function_class
 def LigerSiLUMulFunction(a, b, gate_multiplier=1.0, down_multiplier=1.0):
     """Return silu(gate_multiplier * a) * b * down_multiplier."""
-    y = swiglu(a if gate_multiplier == 1.0 else a * gate_multiplier, b)
-    return y if down_multiplier == 1.0 else y * down_multiplier
+    y = swiglu(a * gate_multiplier if torch.is_tensor(gate_multiplier) or gate_multiplier != 1.0 else a, b)
+    return y * down_multiplier if torch.is_tensor(down_multiplier) or down_multiplier != 1.0 else y
 
 
 @function_class

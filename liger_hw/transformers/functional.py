@@ -310,8 +310,9 @@ def liger_mhc_forward(
     )  # fmt: skip
     h_pre, h_post, h_res = coefficients
     x_in = mhc_pre(x, h_pre)
-    first = next(layer.parameters(), None) if isinstance(layer, torch.nn.Module) else None
-    out = mhc_post_res(x, layer(x_in if first is None else x_in.to(first.dtype)), h_post, h_res)
+    parameters = layer.parameters() if isinstance(layer, torch.nn.Module) else ()
+    dtype = next((p.dtype for p in parameters if p.is_floating_point()), x_in.dtype)  # not that of quantised weights
+    out = mhc_post_res(x, layer(x_in.to(dtype)), h_post, h_res)
     return (out, coefficients) if return_coeffs else out
 
 

@@ -120,6 +120,40 @@ def test_hyper_connections():
         op_modules.LigerMHC(layer, hc=3, c=4)(x)
 
 
+def test_hyper_connections_around_a_quantised_layer():
+    """Its first parameter is no number to round the layer's input to."""
+
+    class Quantised(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randint(-9, 9, (4, 4), dtype=torch.int8), requires_grad=False)
+            self.scale = torch.nn.Parameter(torch.rand(4))
+
+        def forward(self, x):
+            return F.linear(x, self.weight.to(x.dtype)) * self.scale
+
+    layer = Quantised()
+    module = op_modules.LigerMHC(layer, hc=3, c=4, phi_dtype=torch.float32, allow_fp32=True)
+    torch.nn.init.normal_(module.phi)
+    x = random(2, 5, 3, 4)
+    options = {"allow_fp32": True, "return_coeffs": True}
+    alphas = module.alpha_pre, module.alpha_post, module.alpha_res
+    out, (pre, post, res) = functional.liger_mhc_forward(x, layer, module.phi, module.b, *alphas, **options)
+    f = layer(torch.einsum("bts,btsc->btc", pre, x))
+    expected = torch.einsum("btos,btsc->btoc", res, x) + torch.einsum("bts,btc->btsc", post, f)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [1.0, 1.5])
+def test_multipliers_of_a_silu_that_learn(value):
+    from liger_hw.stand_in.ops import LigerSiLUMulFunction
+
+    a, b = random(3, 8), random(3, 8)
+    gate, down = (torch.tensor(value, requires_grad=True) for _ in range(2))
+    out = LigerSiLUMulFunction.apply(a, b, gate, down)
+    alike(out, F.silu(gate * a) * b * down, a, b, gate, down)
+
+
 @pytest.mark.parametrize("used", range(3))
 def test_parameters_of_unused_hyper_connections_have_a_gradient_of_zero(used):
     module = op_modules.LigerMHC(torch.nn.Identity(), hc=3, c=4, phi_dtype=torch.float32, allow_fp32=True)
