@@ -270,6 +270,8 @@ class Members:
 
         A program may put back what it replaced, as DeepSpeed does with `__new__` once it has built a model in shards.
         """
+        if any(map(_changes_operations, _torch.program_kernels - KERNELS)):
+            return False
         added = [
             [*itertools.islice(reversed(members), max(0, len(members) - len(known)))]
             for members, known, _ in self.classes
@@ -277,8 +279,6 @@ class Members:
         state = added, len(_torch.program_kernels), len(reading.attributes_read)
         if state == self.state and self._are_put_back():
             return True
-        if any(map(_changes_operations, _torch.program_kernels - KERNELS)):
-            return False
         self.new = [
             (members, name, getattr(base, name, None))
             for members, known, base in self.classes
