@@ -81,7 +81,8 @@ def _interface_pins():
     interface, grouped, name = moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward, "get_interface"
     pins = [Pin(type(interface), name, getattr(type(interface), name)), Pin(vars(interface), name, MISSING)]
     pins += [Pin(moe, "grouped_mm_experts_forward", grouped), *read_function(grouped).pins]
-    return [pin for pin in pins if pin.name != "empty_like"]  # transformers overwrites all that it returns
+    # transformers overwrites all that empty_like returns, and makes no tensor of the default dtype: arange has integers
+    return [pin for pin in pins if pin.name not in ("empty_like", "dtype")]
 
 
 def _forward_of(original, up_first, activation, unchanged):

@@ -251,6 +251,23 @@ def test_gradient_checkpointing(family, backend, device):
             tiny.assert_learns_alike(plain, patched, **inputs)
 
 
+def test_experts_of_a_model_built_under_another_default_dtype(backend, device, monkeypatch):
+    from liger_hw.kernels.moe import experts
+
+    plain, patched = (tiny.model("mixtral", **MIXTURES_OF["mixtral"], **MIXTURES).to(device) for _ in range(2))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        liger_hw.patch(patched)
+    finally:
+        torch.set_default_dtype(before)
+    calls, sort = [], experts.sort_pairs
+    monkeypatch.setattr(experts, "sort_pairs", lambda *args: calls.append(args) or sort(*args))
+    with liger_hw.use_backend(backend):
+        tiny.assert_learns_alike(plain, patched, **{key: x.to(device) for key, x in tiny.tokens(1, 7).items()})
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("frozen", ["", "gate_up_proj", "down_proj", "mlp.gate."], ids=str)
 @pytest.mark.parametrize("family", MIXTURES_OF)
 def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
