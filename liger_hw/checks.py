@@ -52,10 +52,9 @@ def plain_number(value):
     """Return a number as Python's, because kernels take no others, such as numpy's."""
     if type(value) in NUMBERS:
         return value
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
-        return value.item()
     if not isinstance(value, numbers.Real):
-        return value
+        is_number = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+        return plain_number(value.item()) if is_number else value
     return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 

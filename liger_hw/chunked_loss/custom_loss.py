@@ -7,6 +7,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw._torch import without_saved_tensors_hooks
+from liger_hw.losses.engine import gradients_of
 
 
 def with_gradients(function, tensors, *arguments, grad_output=None):
@@ -105,7 +106,7 @@ def _with_graph(function, tensors, *arguments):
 def _gradients(loss, leaves, grad_output):
     """Differentiate the loss: the gradient of each leaf, None if the leaf requires none."""
     differentiable = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    gradients = iter(torch.autograd.grad(loss, differentiable, grad_output) if differentiable else ())
+    gradients = iter(gradients_of(loss, differentiable, grad_output) if differentiable else ())
     return [next(gradients) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
 
 

@@ -284,10 +284,11 @@ def logits_loss(
         if records and not traced(value):
             refuse_captured("loss", value, (leaf,))
         depends.append(value.requires_grad)
+        result = value.detach().clone()  # of what may be a view of the logits
         if differentiate:
             scales = gradients.scales
             logits.copy_(_scaled_gradient(value, leaf, gradients) if scales else gradients_of(value, [leaf])[0])
-        return (value.detach(),)
+        return (result,)
 
     if widest_dtype(x, weight, logits_dtype) == torch.float16:
         buffers += 4

@@ -215,7 +215,7 @@ def _unfused_cross_entropy(
         check(not value, name, value, WITHOUT_LOGITS)
     check(accum_dtype in (None, torch.float32), "accum_dtype", accum_dtype, "None or torch.float32")
     fits = isinstance(chunk_memory, numbers.Real) and 0 < chunk_memory < float("inf")
-    check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
+    check(fits, "chunk_memory", repr(chunk_memory), "a positive, finite number of bytes")
     formula.check_counted_rows(counted_rows, targets, options["ignore_index"])
     if return_entropy:
         ignored = options["ignore_index"]

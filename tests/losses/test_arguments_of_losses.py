@@ -254,7 +254,13 @@ def test_a_number_that_learns(name):
             with pytest.raises(ValueError, match=f"{option}: got '{number}'"):
                 loss(**{option: str(number)})
         exact = loss(**{option: number})
-        for same in (numpy.array(number), numpy.float64(number), torch.tensor(number, dtype=torch.float64)):
+        numpys = (
+            numpy.array(number),
+            numpy.float64(number),
+            numpy.longdouble(number),
+            numpy.array(numpy.longdouble(number)),
+        )
+        for same in (*numpys, torch.tensor(number, dtype=torch.float64)):
             torch.testing.assert_close(loss(**{option: same}), exact, rtol=0, atol=0)
 
 
@@ -265,6 +271,13 @@ def test_a_learning_scale_of_the_router():
         weights, _ = router(torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), 2, scale=scale)
         weights.sum().backward()
         torch.testing.assert_close(scale.grad, torch.tensor(5.0))
+
+
+def test_a_value_that_is_a_view_of_the_logits():
+    """Their gradient overwrites them, but not the value."""
+    x, head = X[0, :1], WEIGHT[:1]
+    for loss in (torch.squeeze, lambda logits: logits[0].unbind()[0]):
+        torch.testing.assert_close(logits_loss(loss, x.clone().requires_grad_(), head), (x @ head.T).squeeze())
 
 
 def test_memory_of_a_chunk_is_finite():

@@ -138,6 +138,15 @@ def test_a_banned_token_without_cross_entropy(engine, device):
     same((loss, []), (expected, []), (x, w))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_soft_loss_that_is_constant(dtype, monkeypatch):
+    monkeypatch.setattr(KL, "distillation_loss_fn", staticmethod(lambda student, *_, **__: torch.zeros(())))
+    (x, w, b), _, labels = answers_case()
+    x, w, b = (tensor.detach().to(dtype).requires_grad_() for tensor in (x, w, b))
+    KL.apply(x, w, (x.detach(), w.detach()), labels, b).backward()
+    assert not x.grad.any() and not w.grad.any() and not b.grad.any()
+
+
 @pytest.mark.parametrize("reduced", [False, True], ids=["fp32", "fp16"])
 def test_second_order_gradients_are_refused(reduced):
     (x, w, b), ref, labels = answers_case()

@@ -42,7 +42,7 @@ def prepare_head(x, weight, bias, chunk_memory, flat=False, names=("x", "weight"
         fits = bias.shape == weight.shape[:1] and bias.dtype == weight.dtype and bias.device == x.device
         check(fits, bias_name, bias, f"{weight.dtype} of shape ({weight.shape[0]},) on {x.device}, as {weight_name}")
     fits = isinstance(chunk_memory, (int, float)) and 0 < chunk_memory < math.inf
-    check(fits, "chunk_memory", repr(chunk_memory), "a positive number of bytes")
+    check(fits, "chunk_memory", repr(chunk_memory), "a positive, finite number of bytes")
     return x, weight, bias
 
 
