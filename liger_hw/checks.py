@@ -45,7 +45,7 @@ def check_constants(**arguments) -> None:
     """Refuse tensors that need a gradient or have a tangent, where kernels take constants."""
     for name, value in arguments.items():
         if torch.is_tensor(value) and (value.requires_grad and torch.is_grad_enabled() or has_tangents([value])):
-            refuse(name, "a tensor that needs a gradient", f"constants: pass {name}.detach(), or use plain torch")
+            refuse(name, "a tensor with gradient or tangent", f"constants: pass {name}.detach(), or use plain torch")
 
 
 def plain_number(value):

@@ -251,9 +251,17 @@ def test_gradient_checkpointing(family, backend, device):
             tiny.assert_learns_alike(plain, patched, **inputs)
 
 
-def test_experts_of_a_model_built_under_another_default_dtype(backend, device, monkeypatch):
+@pytest.fixture
+def calls_of_experts(monkeypatch):
+    """The arguments with which the op sorted tokens by expert, once for each forward."""
     from liger_hw.kernels.moe import experts
 
+    calls, sort = [], experts.sort_pairs
+    monkeypatch.setattr(experts, "sort_pairs", lambda *args: calls.append(args) or sort(*args))
+    return calls
+
+
+def test_experts_of_a_model_built_under_another_default_dtype(backend, device, calls_of_experts):
     plain, patched = (tiny.model("mixtral", **MIXTURES_OF["mixtral"], **MIXTURES).to(device) for _ in range(2))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -261,28 +269,22 @@ def test_experts_of_a_model_built_under_another_default_dtype(backend, device, m
         liger_hw.patch(patched)
     finally:
         torch.set_default_dtype(before)
-    calls, sort = [], experts.sort_pairs
-    monkeypatch.setattr(experts, "sort_pairs", lambda *args: calls.append(args) or sort(*args))
     with liger_hw.use_backend(backend):
         tiny.assert_learns_alike(plain, patched, **{key: x.to(device) for key, x in tiny.tokens(1, 7).items()})
-    assert len(calls) == 1
+    assert len(calls_of_experts) == 1
 
 
 @pytest.mark.parametrize("frozen", ["", "gate_up_proj", "down_proj", "mlp.gate."], ids=str)
 @pytest.mark.parametrize("family", MIXTURES_OF)
-def test_experts_learn_as_theirs(family, frozen, backend, device, monkeypatch):
-    from liger_hw.kernels.moe import experts
-
+def test_experts_learn_as_theirs(family, frozen, backend, device, calls_of_experts):
     plain, patched = (m.to(device) for m in tiny.pair(family, **MIXTURES_OF[family], **MIXTURES))
     for model in (plain, patched):
         for name, p in model.named_parameters():
             p.requires_grad_(not frozen or frozen not in name)
-    calls, sort = [], experts.sort_pairs
-    monkeypatch.setattr(experts, "sort_pairs", lambda *args: calls.append(args) or sort(*args))
     inputs = {name: x.to(device) for name, x in tiny.tokens(1, 7).items()}
     with liger_hw.use_backend(backend):
         tiny.assert_learns_alike(plain, patched, **inputs)
-    assert len(calls) == 1
+    assert len(calls_of_experts) == 1
 
 
 def moved(function):
