@@ -17,6 +17,7 @@ from liger_hw._triton import interpreting
 
 HUNG, DIED = "no answer", "died"
 SECONDS = 300  # of one function, before the ranks count as hung
+SECONDS_AFTER_AN_ERROR = 30  # of the other ranks: a busy machine
 
 
 def device():
@@ -49,7 +50,7 @@ class Ranks:
             pipe.send((function, args, backend))
         errors, waiting = {}, list(self.pipes)
         while waiting:
-            ready = multiprocessing.connection.wait(waiting, SECONDS if not errors else 5)
+            ready = multiprocessing.connection.wait(waiting, SECONDS if not errors else SECONDS_AFTER_AN_ERROR)
             for pipe in ready or waiting:
                 try:
                     error = pipe.recv() if ready else HUNG

@@ -332,7 +332,9 @@ def refusals():
 
 def other_batches():
     """Compute losses outside the forward of a head that FSDP2 sharded: each rank has rows of its own."""
-    head = fully_shard(torch.nn.Linear(8, 6, bias=False, device=device()))
+    # FSDP2's default mesh takes a GPU for each rank
+    mesh = init_device_mesh(device().type, (2,))
+    head = fully_shard(torch.nn.Linear(8, 6, bias=False, device=device()), mesh=mesh)
     x, target = normal(4, 8, requires_grad=True), numbers(0, 1, 2, -100)
     for op in (fused_linear_cross_entropy, fused_linear_selective_log_softmax):
         result = op(x, head.weight, target + dist.get_rank() * (target == 1))
