@@ -44,6 +44,13 @@ def test_empty_groups_have_zero_gradients(backend, device):
     assert not dweights[[0, 2]].any() and dweights[[1, 3]].any((1, 2)).all()
 
 
+@pytest.mark.parametrize("ends", [(0, 5, 8), (0, 5, 10), (6, 5, 9), (-1, 5, 9)], ids=str)
+def test_ends_that_do_not_fit(ends):
+    rows, weights = randn(9, 16), randn(3, 16, 8)
+    with pytest.raises(ValueError, match="^offs: got .* allowed: ascending numbers from 0, the last of them the 9 rows"):
+        grouped_mm(rows, weights, torch.tensor(ends, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("layout", ["strided rows", "expanded gradient", "no unit stride"])
 def test_strides(layout, backend, device):
     torch.manual_seed(0)

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 
 import torch
 
+from liger_hw._torch import traced
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, differentiable, op
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, gated, glu
@@ -79,8 +80,8 @@ def experts(
         x: (T, H), tokens.
         gate_up_proj: (E, 2I, H), in the dtype of `x`, gate and up of each expert; (E, I, H): experts without a gate.
         down_proj: (E, H, I), in the dtype of `x`.
-        top_k_index: (T, k) int64 or int32, the experts of each token, 0 to E - 1. Another number is an error on a CPU
-            and makes the token's result NaN on a GPU.
+        top_k_index: (T, k) int64 or int32, the experts of each token, 0 to E - 1. Another number is an error on a CPU;
+            on a GPU and in compiled code it makes the token's result NaN.
         top_k_weights: (T, k), their routing weights, in the dtype of `x` or fp32.
         activation: one of those of `activate`, applied to the gate.
         up_first: up comes before gate in `gate_up_proj`.
@@ -129,9 +130,12 @@ def _by_operations(
         a, b = lora
         return y + lora_scale * multiply(multiply(rows, a.transpose(1, 2), offs), b.transpose(1, 2), offs)
 
-    if top_k_index.device.type == "cpu" and not torch.compiler.is_compiling():
-        known = ((top_k_index >= 0) & (top_k_index < len(gate_up_proj))).all()
-        check(known, "top_k_index", top_k_index, f"experts from 0 to {len(gate_up_proj) - 1}")
+    known = (top_k_index >= 0) & (top_k_index < len(gate_up_proj))
+    if top_k_index.device.type == "cpu" and not traced(top_k_index):
+        check(known.all(), "top_k_index", top_k_index, f"experts from 0 to {len(gate_up_proj) - 1}")
+    else:
+        top_k_index = top_k_index.clamp(0, len(gate_up_proj) - 1)
+        top_k_weights = torch.where(known, top_k_weights, float("nan"))
     order, position, offs = sort_by_expert(top_k_index, gate_up_proj.shape[0])
     hidden = project(x[order // top_k_index.shape[1]], gate_up_proj, gate_up_lora)
     gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)

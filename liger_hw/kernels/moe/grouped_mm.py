@@ -23,6 +23,7 @@ import torch
 
 from liger_hw import backends
 from liger_hw._torch import grouped_mm as torch_grouped_mm
+from liger_hw._torch import traced
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import KERNEL_DTYPES, check
@@ -40,6 +41,10 @@ def _validate(rows, weights, offs):
     check(fits, "weights", weights, f"{rows.dtype} of shape (E, {rows.shape[1]}, N) on {rows.device}, E ends in offs")
     check(offs.dtype == torch.int32 and offs.numel() > 0, "offs", offs, "torch.int32 of shape (E,), E > 0")
     check(offs.device == rows.device, "offs", offs, f"a tensor on {rows.device}")
+    if offs.device.type == "cpu" and not traced(offs):
+        ends = offs.tolist()
+        fits = ends[-1] == len(rows) and [0, *ends] == sorted([0, *ends])
+        check(fits, "offs", ends, f"ascending numbers from 0, the last of them the {len(rows)} rows")
 
 
 @op(validate=_validate)

@@ -140,7 +140,7 @@ def sorted_pairs(
         tl.store(TOKENS + at, pair // k, mask)
         tl.store(POSITION + pair, at, mask)
         tl.store(ROW_WEIGHTS + at, tl.where((chosen >= 0) & (chosen < experts), w, float("nan")), mask)
-    else:  # each lane searches the end of one expert's pairs
+    else:  # each lane searches the end of one expert's pairs; the last expert ends with all, so all rows are written
         expert = at - blocks.to(tl.int64) * BLOCK
         low = tl.zeros([BLOCK], tl.int32)
         high = low + pairs
@@ -148,7 +148,7 @@ def sorted_pairs(
             middle = (low + high) // 2
             chosen = tl.load(CHOSEN + middle, (expert < experts) & (middle < pairs), other=2147483647)
             low, high = tl.where(chosen <= expert, middle + 1, low), tl.where(chosen <= expert, high, middle)
-        tl.store(OFFS + expert, low, expert < experts)
+        tl.store(OFFS + expert, tl.where(expert == experts - 1, pairs, low), expert < experts)
 
 
 def _empty_pairs(order, weights, experts):
@@ -181,7 +181,7 @@ def sort_pairs(
         tokens: (S,) int64, the token of each sorted pair.
         place: (T, k) int64, the sorted row of each pair.
         row_weights: (S,), the routing weights, NaN where the expert is not one of 0 to E - 1.
-        offs: (E,) int32, the row after each expert's last.
+        offs: (E,) int32, the row after each expert's last. Rows of unknown experts are the first or the last one's.
     """
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
     weights = top_k_weights.reshape(-1).contiguous()  # a slice of a sorted row reshapes to a view with a stride
