@@ -125,7 +125,10 @@ def test_bad_inputs(which, backend, device):
     gated = [((x.long(), x), {}, "x"), ((x, x[:2]), {}, "gate"), ((x, x, w[:5]), {}, "weight")]
     gated += [((x, x), {"activation": "relu"}, "activation"), ((x, x), {"group_size": 4}, "group_size")]
     gated += [((x, x), {"casting_mode": "none"}, "casting_mode")]
-    modulated = [((x, None, x[:3]), {}, "scale"), ((x, None, x, x[:, :5]), {}, "shift"), ((x, w[:5], x), {}, "weight")]
+    cube, rows = x.new_ones(2, 3, x.shape[1]), x.new_ones(1, 3, x.shape[1])
+    assert torch.equal(modulated_rms_norm(cube, None, rows[:, :1], cube), modulated_rms_norm(cube, None, cube, cube))
+    modulated = [((cube, None, rows), {}, "scale"), ((cube, None, cube, rows), {}, "shift")]
+    modulated += [((x, None, x[:3]), {}, "scale"), ((x, None, x, x[:, :5]), {}, "shift"), ((x, w[:5], x), {}, "weight")]
     with use_backend(which or backend):
         for op, cases in ((gated_rms_norm, gated), (modulated_rms_norm, modulated)):
             for inputs, options, argument in cases:

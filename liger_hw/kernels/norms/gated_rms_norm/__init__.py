@@ -63,6 +63,18 @@ def _validate_modulated(x, weight, scale, shift, casting_mode):
             check(fits, name, m, f"floating point rows of {cols} columns on {x.device}")
             m_rows = rows_and_cols(m)[0]
             check(rows % m_rows == 0 if m_rows else not rows, name, f"{m_rows} rows", f"a divisor of x's {rows}")
+            check(
+                not _repeats_otherwise(m, x), name, m, f"{name}.expand(x.shape), as it serves rows that do not follow"
+            )
+
+
+def _repeats_otherwise(m, x):
+    """Tell whether torch would repeat the rows of `m` in turns, as of (1, T, C)."""
+    sizes = list(zip(m.shape[:-1], x.shape[:-1]))
+    if m.ndim != x.ndim or any(size not in (1, whole) for size, whole in sizes):
+        return False
+    repeated = [size < whole for size, whole in sizes if whole > 1]
+    return repeated != sorted(repeated)
 
 
 @op(validate=_validate_gated)
@@ -123,6 +135,7 @@ def modulated_rms_norm(
         weight: (C,), any floating dtype, or None for no scale.
         scale: (..., C), any floating dtype, whose number of rows divides that of x: each serves as many consecutive
             rows. One row serves all; (B, 1, C) a row for each of B sequences; the shape of x a row for each row.
+            (1, T, C) beside (B, T, C) is refused: expand it.
         shift: as `scale`, or None for no shift. It may have another number of rows, which costs a copy.
         eps, offset, casting_mode: as in `rms_norm`, whose output is rounded to `x.dtype`.
 
@@ -138,15 +151,17 @@ def modulated_rms_norm(
         torch.Size([2, 5, 8])
     """
     y = widen(rms_norm.reference(x, weight, eps, offset, casting_mode))
-    y = y * (1 + widen(_for_each_row(scale, x)).view_as(x))
-    return (y if shift is None else y + widen(_for_each_row(shift, x)).view_as(x)).to(x.dtype)
+    y = y * (1 + widen(_for_each_row(scale, x)))
+    return (y if shift is None else y + widen(_for_each_row(shift, x))).to(x.dtype)
 
 
 def _for_each_row(m, x):
-    """Repeat each row of `m`, to the number of rows of `x`."""
+    """Repeat each row of `m`, to the shape of `x`."""
+    if m.shape == x.shape:
+        return m
     m_rows, cols = rows_and_cols(m)
     repeats = rows_and_cols(x)[0] // m_rows if m_rows else 1
-    return m.reshape(m_rows, 1, cols).expand(-1, repeats, -1).reshape(-1, cols)
+    return m.reshape(m_rows, 1, cols).expand(-1, repeats, -1).reshape(x.shape)
 
 
 gated_rms_norm.shards(x="... H", gate="... H", weight="H", returns="x")
@@ -255,7 +270,10 @@ def _(x, gate, shift, weight, form, dy, *, x_grad, gate_grad, shift_grad, weight
     dx, dgate, dshift, dweight = _gated_rms_norm_backward(
         x, gate, shift, weight, dy, form, gate_grad, shift_grad and not shift_grad_is_dy, weight_grad
     )
-    return dx, dgate, dy.reshape(shift.shape).to(shift.dtype) if shift_grad_is_dy else dshift, dweight
+    if shift_grad_is_dy:
+        # autograd keeps a view as the shift's gradient, and would add later ones to the memory of dy
+        dshift = (dy if dy.shape == shift.shape else dy.reshape(shift.shape).clone()).to(shift.dtype)
+    return dx, dgate, dshift, dweight
 
 
 def normalise(x, form, gate=None, shift=None, weight=None):
