@@ -20,6 +20,8 @@ def _options(losses):
 class _Loss(nn.Module):
     """Call `function(*tensors, **options, **more)` for `loss(*tensors, **more)`.
 
+    The options are attributes, too: `loss.beta = 0.2` holds from the next call on.
+
     Raises:
         ValueError: the function has no such option.
     """
@@ -29,11 +31,29 @@ class _Loss(nn.Module):
 
     def __init__(self, **options):
         super().__init__()
-        named = inspect.signature(self.function).parameters.values()
-        names = [p.name for p in named if p.default is not p.empty] + list(self.further())
         for name in options:
-            check_known("option", name, names, f"Options of {self.function.__name__}")
+            check_known("option", name, self._names(), f"Options of {self.function.__name__}")
         self.options = options
+
+    def _defaults(self):
+        named = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in named if p.default is not p.empty}
+
+    def _names(self):
+        return [*self._defaults(), *self.further()]
+
+    def __getattr__(self, name):
+        if "options" in self.__dict__:
+            options = self._defaults() | self.options
+            if name in options:
+                return options[name]
+        return super().__getattr__(name)
+
+    def __setattr__(self, name, value):
+        if "options" in self.__dict__ and name in self._names():
+            self.options[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def forward(self, *tensors, **more):
         return self.function(*tensors, **self.options, **more)

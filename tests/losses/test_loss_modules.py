@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import torch
 from test_preference import case
@@ -32,6 +35,18 @@ def test_options(module):
         assert all(f"{name}={value!r}" in repr(module(**options)) for name, value in options.items())
     with pytest.raises(ValueError, match="^unknown option 'gama'.* Options of"):
         module(gama=1)
+
+
+def test_an_option_set_later_holds():
+    (x, w, b), ref, labels = case()
+    later, loss = PreferenceLoss(), PreferenceLoss(loss_type="ipo", beta=0.3)
+    assert later.loss_type == "sigmoid" and not hasattr(later, "gamma")
+    later.loss_type, later.beta = "ipo", 0.3
+    later.note = "no option"
+    assert repr(later) == repr(loss) and later.beta == 0.3 and later.note == "no option"
+    for module in (later, copy.deepcopy(later), pickle.loads(pickle.dumps(later))):
+        results = [of(x, w, labels, b, ref_x=ref[0], ref_weight=ref[1]) for of in (module, loss)]
+        assert all(torch.equal(found, expected) for found, expected in zip(*results))
 
 
 def test_it_is_the_function():

@@ -69,7 +69,7 @@ def _validate_modulated(x, weight, scale, shift, casting_mode):
 
 
 def _repeats_otherwise(m, x):
-    """Tell whether torch would repeat the rows of `m` in turns, as of (1, T, C)."""
+    """Tell whether torch would repeat rows of `m`, (1, T, C), in turns."""
     sizes = list(zip(m.shape[:-1], x.shape[:-1]))
     if m.ndim != x.ndim or any(size not in (1, whole) for size, whole in sizes):
         return False
