@@ -43,11 +43,7 @@ def cross_entropy(
             x, head, target, bias, weight, logit_scale=scale, softcap=softcap, group=group, **options
         )
         if reduction == "mean":  # the op's mean of no row is 0, torch's is NaN
-            counts = target != ignore_index
-            if weight is not None:  # and so are loss and gradients of rows whose weights add up to 0
-                total = (counts * weight[target.clamp(0, len(weight) - 1)]).sum()
-                loss = loss * torch.where(counts.any(), total / total, 1)
-            loss = loss.masked_fill(~counts.any(), float("nan"))
+            loss = loss.masked_fill(~(target != ignore_index).any(), float("nan"))
         return loss.to(dtype)
 
     # as now: a program may replace it before the backward

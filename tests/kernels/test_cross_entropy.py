@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_hw import use_backend
+from liger_hw import fused_linear_cross_entropy, use_backend
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
@@ -298,3 +298,20 @@ def test_compiles_whole(in_place, backend, device):
         compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
         for a, b in zip(run(loss, (x,), {}), run(compiled, (x,), {})):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_the_mean_of_rows_without_weight_is_nan(smoothing, backend, device):
+    logits = torch.randn(2, 3, device=device, requires_grad=True)
+    y, weight = torch.tensor([0, 0], device=device), torch.tensor([0.0, 1.0, 2.0], device=device)
+    identity, options = torch.eye(3, device=device), {"label_smoothing": smoothing}
+    assert F.cross_entropy(logits, y, weight, **options).isnan()
+    for name in (backend, "reference"):
+        with use_backend(name):
+            for loss in (
+                cross_entropy(logits, y, weight, **options),
+                fused_linear_cross_entropy(logits, identity, y, None, weight, **options),
+            ):
+                assert loss.isnan() and torch.autograd.grad(loss, logits)[0].isnan().all()
+            ignored = cross_entropy(logits, y, weight, ignore_index=0, **options)  # of no row: 0
+            assert ignored == 0 and not torch.autograd.grad(ignored, logits)[0].any()

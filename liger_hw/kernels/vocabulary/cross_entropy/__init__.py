@@ -60,8 +60,10 @@ def cross_entropy(
         softcap: logits become `softcap * tanh(logits / softcap)` first (Gemma2ForCausalLM), after `logit_scale`.
         logit_scale: logits are multiplied by it first, in fp32 (CohereForCausalLM).
         reduction: "none", "sum" or "mean" over the rows not ignored. "mean" divides the cross entropy by the sum of
-            their class weights, as torch does, and the z-loss by their number; without such rows the loss is 0.
-        num_items: number, or tensor of one, that "mean" divides by instead: Hugging Face's `num_items_in_batch`.
+            their class weights, as torch does (NaN for a sum of 0), and the z-loss by their number; without such rows
+            the loss is 0.
+        num_items: number, or tensor of one, that "mean" divides by instead: Hugging Face's `num_items_in_batch`. The
+            loss for 0 is NaN.
         return_z_loss, return_token_accuracy, return_predicted_tokens: also return these.
         in_place: the forward computes the gradient, where one is wanted, over `logits`. The caller must own them: they
             are lost, and the gradient takes no memory (logits with a column stride are copied first). In fp16 the

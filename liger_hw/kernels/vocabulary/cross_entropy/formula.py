@@ -106,7 +106,8 @@ class Targets(NamedTuple):
                 count = denominator
                 target_weights = widen(class_weight)[target.long().clamp(0, class_weight.shape[0] - 1)]
                 denominator = torch.where(counted, target_weights, 0).sum()
-                denominator = torch.where(denominator == 0, 1, denominator)
+                without_weight = torch.where(counted.any(), float("nan"), 1.0)  # NaN as torch's, but 0 of no row
+                denominator = torch.where(denominator == 0, without_weight.to(denominator.dtype), denominator)
         return cls(target, class_weight, weight_sum, denominator, count)
 
     def largest_gradient(self, formula, vocabulary):

@@ -51,11 +51,13 @@ def cross_entropy_totals(
     added = _load_rows(TARGET, WEIGHT, LOSS, Z_LOSS, row, row < rows, classes, ignore_index, MEAN, ROWS)
     loss, z_loss = tl.sum(loss + added[0], 0), tl.sum(z_loss + added[1], 0)
     if MEAN:
-        denominator = tl.maximum(tl.sum(count + added[3], 0), 1.0)
+        counted = tl.sum(count + added[3], 0)
+        denominator = tl.maximum(counted, 1.0)
         if WEIGHT is not None:
             tl.store(COUNT, denominator)
             denominator = tl.sum(tl.sum(weights + added[2], 1), 0)
-            denominator = tl.where(denominator == 0.0, 1.0, denominator)
+            without_weight = tl.where(counted > 0.0, float("nan"), 1.0)
+            denominator = tl.where(denominator == 0.0, without_weight, denominator)
         if DENOMINATOR is not None:
             tl.store(DENOMINATOR, denominator)
         loss, z_loss = loss / denominator, z_loss / denominator
@@ -67,7 +69,7 @@ def cross_entropy_totals(
 
 def launch_totals(target, weight, loss, z_loss, totals, ignore_index, mean):
     """Write two sums, their divisor and the row count to `totals`, fp32 or None."""
-    # the divisor, of `mean` alone: the targets' class weights or, without weights, the rows that count, at least 1
+    # the divisor, of `mean` alone: the targets' class weights, NaN for 0; without weights the rows that count or 1
     classes = 0 if weight is None else weight.shape[0]
     launch(
         cross_entropy_totals, (1, 1, 1), cross_entropy_totals_config(device_of(target)),
