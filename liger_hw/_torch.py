@@ -28,6 +28,7 @@ from torch.nn._reduction import legacy_get_string as legacy_reduction  # of size
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.module import _has_any_global_hook as has_global_module_hooks
 from torch.overrides import _get_current_function_mode_stack as active_function_modes
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_dispatch_modes  # innermost last
@@ -206,6 +207,17 @@ def autograd_records(recording: bool):
 def saved_tensors_hooks():
     """Return the innermost pair of hooks for saved tensors (pack, unpack), or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def is_checkpointed() -> bool:
+    """Tell whether torch's non-reentrant activation checkpointing saves autograd's tensors."""
+    hooks = None if is_compiling() else saved_tensors_hooks()
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+
+
+def saved_tensors_are_kept() -> bool:
+    """Tell whether hooks get autograd's saved tensors that may keep them beyond the backward."""
+    return not is_compiling() and saved_tensors_hooks() is not None and not is_checkpointed()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw import backends
-from liger_hw._torch import has_tangents, is_dtensor, is_plain, transforms_active
+from liger_hw._torch import has_tangents, is_dtensor, is_plain, is_tracing, transforms_active
 from liger_hw.spelling import suggestion
 
 F = TypeVar("F", bound=Callable)
@@ -110,7 +110,7 @@ def explain(error, function, args, kwargs) -> None:
     Raises:
         ValueError: for the first argument of another type than the signature allows.
         TypeError: for arguments that are missing or unknown.
-        RuntimeError: within a transform of torch.func, or with a tangent of forward-mode AD: kernels know neither.
+        RuntimeError: within a transform of torch.func, in forward-mode AD or torch.jit.trace: kernels know none.
     """
     signature = inspect.signature(function)
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
@@ -145,6 +145,8 @@ def explain(error, function, args, kwargs) -> None:
         raise RuntimeError(
             f"{function.__name__} has no transforms of torch.func (grad, vmap, jvp, ...): {hint}"
         ) from error
+    if is_tracing():
+        raise RuntimeError(f"torch.jit.trace cannot trace the kernels of {function.__name__}: {hint}") from error
     if isinstance(error, RuntimeError) and has_tangents(bound.arguments.values()):
         raise RuntimeError(f"{function.__name__} has no forward-mode derivatives: {hint}") from error
 

@@ -234,6 +234,73 @@ def test_small_tensors_are_left_to_the_compiler(op, monkeypatch):
     assert launches()
 
 
+FEW = ["rms_norm", "swiglu", "lora_linear", "cross_entropy", "fused_linear_cross_entropy", "experts", "jsd"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("op", FEW)
+def test_an_export_has_the_backward_or_is_refused(op, strict):
+    """No exported program has the backward of a kernel, also where its inputs need a gradient later."""
+    inputs, options = case(op)
+    constants = tuple(x.detach() if torch.is_tensor(x) else x for x in inputs)
+
+    class Module(torch.nn.Module):
+        def forward(self, *inputs):
+            return flat(OPS[op](*inputs, **options))
+
+    with use_backend("triton"):
+        for args in (inputs, constants):
+            with pytest.raises(Exception, match=r"keeps no backward of .*use_backend\('reference'\)"):
+                torch.export.export(Module(), args, strict=strict)
+        with torch.no_grad():
+            exported = torch.export.export(Module(), inputs, strict=strict).module()
+            torch.testing.assert_close(exported(*inputs), Module()(*inputs))
+    if op == "experts":  # in fp32, which torch's grouped product traces on no CPU
+        return
+    exported = torch.export.export(Module(), constants, strict=strict).module()
+    torch.testing.assert_close(gradients(exported(*inputs), inputs), gradients(Module()(*inputs), inputs))
+
+
+@pytest.mark.parametrize("op", FEW)
+def test_compiled_transforms_are_refused_as_eager_ones(op):
+    torch._dynamo.reset()
+    inputs, options = case(op)
+    first = next(i for i, x in enumerate(inputs) if torch.is_tensor(x) and x.requires_grad)
+
+    def value(x):
+        return flat(OPS[op](*inputs[:first], x, *inputs[first + 1 :], **options)).sum()
+
+    def tangent(x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(value(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+    for function in (torch.func.grad(value), tangent):
+        for program in (function, torch.compile(function, backend="eager")):
+            with use_backend("triton"), pytest.raises(RuntimeError, match="use_backend.'reference'."):
+                program(inputs[first].detach())
+
+
+@pytest.mark.parametrize("op", ["swiglu", "fused_add_rms_norm", "fused_linear_cross_entropy"])
+def test_compiles_with_one_tensor_for_two_arguments(op):
+    """Dynamo then breaks the graph within the autograd function."""
+    torch._dynamo.reset()
+    x = torch.randn(8, 8, requires_grad=True)
+    more = {"fused_add_rms_norm": (torch.ones(8),), "fused_linear_cross_entropy": (torch.arange(8),)}.get(op, ())
+
+    def program(x):
+        return flat(OPS[op](x, x, *more)).sum()
+
+    with use_backend("triton"):
+        compiled, eager = torch.compile(program, backend="aot_eager")(x), program(x)
+        torch.testing.assert_close(compiled, eager)
+        torch.testing.assert_close(torch.autograd.grad(compiled, x), torch.autograd.grad(eager, x))
+
+
+def test_jit_trace_of_kernels_is_refused():
+    with use_backend("triton"), pytest.raises(RuntimeError, match="torch.jit.trace.*use_backend"):
+        torch.jit.trace(OPS["rms_norm"], (torch.randn(3, 8), torch.ones(8)))
+
+
 @pytest.mark.parametrize("how", ["data", "declared", "exported", "exported strictly"])
 @pytest.mark.filterwarnings("ignore")
 def test_sizes_that_take_no_guard_are_left_to_the_compiler(how, monkeypatch):

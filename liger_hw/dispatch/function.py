@@ -5,7 +5,60 @@ import functools
 import torch
 from torch.compiler import is_compiling
 
-from liger_hw._torch import has_batched, has_tangents, saved_tensors_may_change, transforms_active
+from liger_hw._torch import (
+    constant_result,
+    has_batched,
+    has_tangents,
+    in_forward_ad,
+    is_exporting,
+    saved_tensors_hooks,
+    saved_tensors_may_change,
+    transforms_active,
+)
+
+TORCHS_APPLY = torch.autograd.Function.apply.__func__
+INSTEAD = "run under liger_hw.use_backend('reference')"
+
+
+@constant_result
+def _within_transforms():
+    return transforms_active()
+
+
+def refuse_lost_backward(advice=INSTEAD):
+    """Raise a RuntimeError where a tracer would lose a function's backward."""
+    if torch.is_grad_enabled() and is_exporting():
+        raise RuntimeError(
+            f"torch.export keeps no backward of liger_hw's kernels: {advice}, or export under torch.no_grad()"
+        )
+    if torch.compiler.is_dynamo_compiling() and (_within_transforms() or in_forward_ad()):
+        raise RuntimeError(
+            f"torch.compile loses derivatives by torch.func, and in forward mode, of liger_hw's kernels: {advice}"
+        )
+
+
+def save(ctx, *tensors):
+    """Keep tensors, or None, for the backward of a function that reads them by `saved`."""
+    ctx.save_for_backward(*tensors)
+    # a program's hooks may return them with other strides, and a kernel would read other values
+    hooked = not is_compiling() and saved_tensors_hooks() is not None
+    ctx.strides = [None if x is None else x.stride() for x in tensors] if hooked else None
+
+
+def saved(ctx):
+    """Return the tensors that `save` kept, with the strides that they had."""
+    if ctx.strides is None:
+        return ctx.saved_tensors
+    return tuple(x if x is None else _with_strides(x, strides) for x, strides in zip(ctx.saved_tensors, ctx.strides))
+
+
+def _with_strides(x, strides):
+    if x.stride() == strides or x.layout != torch.strided:
+        return x
+    part = x
+    for dim, stride in enumerate(strides):  # memory for one row of those that were one
+        part = part[(slice(None),) * dim + (slice(0, 1),)] if stride == 0 else part
+    return part.new_empty_strided(part.shape, strides).copy_(part).expand(x.shape)
 
 
 class Function(torch.autograd.Function):
@@ -22,7 +75,7 @@ class Function(torch.autograd.Function):
             gradients; a kept tensor that a program has written to; an argument with a tangent of forward-mode AD.
     """
 
-    instead = "run under liger_hw.use_backend('reference')"
+    instead = INSTEAD
 
     def __init_subclass__(cls):
         if "backward" in vars(cls):  # not where a base has wrapped it
@@ -61,7 +114,7 @@ class Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args):
         if is_compiling() or transforms_active():
-            return super().apply(*args)
+            return TORCHS_APPLY(cls, *args)  # Dynamo, which traces this where it breaks a graph, knows no super()
         if has_tangents(args):  # without a graph they would be lost, and a missing tangent counts as zero
             raise RuntimeError(f"{cls.__name__} has no forward-mode derivatives: {cls.instead}")
         if not torch.is_grad_enabled():

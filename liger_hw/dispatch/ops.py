@@ -22,7 +22,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw import backends
-from liger_hw._torch import constant_result, is_dtensor
+from liger_hw._torch import constant_result, is_dtensor, is_exporting
 from liger_hw._triton import AVAILABLE
 from liger_hw.checks import KERNEL_DTYPES, NUMBERS, explain, plain_numbers, refuse_dtype
 from liger_hw.dispatch.generated import arguments_by_name, define
@@ -102,8 +102,9 @@ class Op:
             if is_compiling():
                 x = args[0] if args else kwargs[first]
                 x = x[0] if isinstance(x, (list, tuple)) else x
-                fused = fusible and compiler_fuses(x)
-                choice = "reference" if fused else _choice_while_tracing(name, x.device.type, x.device.index, x.dtype)
+                by_reference = fusible and compiler_fuses(x) or _exports_a_backward()
+                kind = x.device.type, x.device.index, x.dtype
+                choice = "reference" if by_reference else _choice_while_tracing(name, *kind)
                 implementation = implementations[choice]
                 return (on_shards(implementation) if is_dtensor(x) else implementation)(*args, **kwargs)
             try:
@@ -265,6 +266,11 @@ def _is_large(values):
         return True
     has_range = torch.compiler.is_exporting() or statically_known_true(values < 2**62)
     return not has_range and guard_or_false(values > FUSED_VALUES)
+
+
+def _exports_a_backward():
+    """Tell whether torch.export, which keeps no backward of kernels, runs where autograd records."""
+    return is_exporting() and torch.is_grad_enabled() and not _is_forced()
 
 
 @constant_result

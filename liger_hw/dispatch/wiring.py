@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw._torch import in_forward_ad, transforms_active
-from liger_hw.dispatch.function import Function
+from liger_hw.dispatch.function import Function, refuse_lost_backward, save, saved
 from liger_hw.dispatch.generated import arguments_by_name, define, described, function_source
 from liger_hw.dispatch.registration import default_allocation, is_tuple, register
 from liger_hw.spelling import nearest
@@ -148,6 +148,7 @@ class _Wiring:
             + function_source(f"backward(ctx, {', '.join(self.incoming)})", [*self._restore(), *self._gradients()])
             + function_source(f"apply({names})", [
                 "if is_compiling() or transforms_active() or in_forward_ad():",
+                "    refuse_lost_backward()",
                 f"    return Node.apply({names})",
                 "if not is_grad_enabled():",
                 *(f"    {line}" for line in [*self._forward("False"), f"return {returned}"]),
@@ -155,6 +156,7 @@ class _Wiring:
             ]),
             run_forward=self.forward, run_backward=gradient, is_compiling=is_compiling, in_forward_ad=in_forward_ad,
             transforms_active=transforms_active, is_grad_enabled=torch.is_grad_enabled,
+            refuse_lost_backward=refuse_lost_backward, save=save, saved=saved,
             shape_and_kind=_shape_and_kind, zeros_for_none=_zeros_for_none,
             **{f"{name}_type": self.inputs[name] for name in self.saved if is_tuple(self.inputs.get(name))},
         )  # fmt: skip
@@ -170,7 +172,7 @@ class _Wiring:
     def _save(self):
         if self.saved:
             saved = ", ".join(f"*{name}" if is_tuple(self.inputs.get(name)) else name for name in self.saved)
-            yield f"ctx.save_for_backward({saved})"
+            yield f"save(ctx, {saved})"
         if self.options:
             yield f"ctx.options = {', '.join(self.options)},"
         yield "ctx.set_materialize_grads(False)"
@@ -203,7 +205,7 @@ class _Wiring:
         fields = {name: [f"{name}_{field}" for field in names] for name, names in fields.items()}
         if self.saved:
             tensors = [", ".join(fields.get(name, [name])) for name in self.saved]
-            yield f"{', '.join(tensors)}, = ctx.saved_tensors"
+            yield f"{', '.join(tensors)}, = saved(ctx)"
         for name, names in fields.items():
             yield f"{name} = {name}_type({', '.join(names)})"
         if self.options:

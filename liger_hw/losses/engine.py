@@ -19,6 +19,7 @@ import torch
 from liger_hw._torch import is_dtensor, traced, without_saved_tensors_hooks
 from liger_hw.checks import check, names_arguments, refuse
 from liger_hw.dispatch import widen
+from liger_hw.dispatch.function import refuse_lost_backward
 from liger_hw.kernels._logits import padded_rows
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
@@ -150,6 +151,7 @@ def with_gradients(op, compute, x, weight, bias, plan, depends=(True,)):
             without a graph.
         depends: whether the value of each chunk depends on one of them; a list that `compute` fills.
     """
+    refuse_lost_backward()
     needed = needed_gradients(x, weight, bias)
     return LossInForward.apply(x, weight, bias, op, compute, needed, plan.with_kernels, depends)
 

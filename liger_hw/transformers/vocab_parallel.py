@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from liger_hw._torch import is_compiling
 from liger_hw.checks import check, plain_numbers
+from liger_hw.dispatch.function import save, saved
 from liger_hw.kernels.vocabulary.chunked_head import Plan
 from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels
 from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
@@ -40,7 +41,7 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):  # in dispatch
             loss = loss + alpha / plan.vocabulary * statistics.smoothed
         elif alpha:
             loss = loss + alpha * (statistics.lse - logits.sum(-1, dtype=torch.float32) / cols)
-        ctx.save_for_backward(logits, target, torch.stack((statistics.peak, statistics.total), -1))
+        save(ctx, logits, target, torch.stack((statistics.peak, statistics.total), -1))
         ctx.set_materialize_grads(False)
         ctx.rest = plan, scaling, alpha, plan.vocabulary if mode == "global" else cols
         return torch.where(columns.counts, loss, 0).float()
@@ -50,7 +51,7 @@ class VocabParallelCrossEntropyFunction(torch.autograd.Function):  # in dispatch
     def backward(ctx, dloss):
         if dloss is None:
             return (None,) * 6
-        logits, target, partition = ctx.saved_tensors
+        logits, target, partition = saved(ctx)
         plan, scaling, alpha, averaged = ctx.rest
         gradient, dloss = logits.clone(), dloss.to(partition.dtype)
         columns = Columns(plan, gradient, target, scaling, smooths=alpha > 0)

@@ -122,3 +122,58 @@ def test_no_incoming_gradient_stays_none(op, backend, device):
         for grad, exact in zip(ours, plain):
             if exact is not None:
                 torch.testing.assert_close(grad, exact, rtol=1e-3, atol=1e-4 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_gradients_have_memory_of_their_own(op, backend, device):
+    """Autograd keeps a view of the incoming gradient as a leaf's gradient, and adds later ones to the program's."""
+    for inputs, options in itertools.islice(small_cases(op, torch.float32, device), CASES_OF_AN_OP):
+        leaves = [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in inputs]
+        with use_backend(backend):
+            outputs = OPS[op](*leaves, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = [y for y in outputs if y is not None and y.requires_grad]
+        incoming = [torch.ones_like(y) for y in outputs]
+        torch.autograd.backward(outputs, incoming)
+        theirs = {x.untyped_storage().data_ptr() for x in (*incoming, *outputs) if x.numel()}
+        grads = [x.grad for x in leaves if torch.is_tensor(x) and x.grad is not None]
+        assert not any(grad.untyped_storage().data_ptr() in theirs for grad in grads)
+
+
+def in_other_strides(x):
+    """Return the same values with their dimensions in the reverse order in memory, and gaps."""
+    return torch.stack((x, x), 0).mT.contiguous().mT[0] if x.ndim > 1 else torch.stack((x, x), -1)[..., 0]
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_hooks_that_return_kept_tensors_with_other_strides(op, backend, device):
+    for inputs, options in itertools.islice(small_cases(op, torch.float32, device), CASES_OF_AN_OP):
+        with use_backend(backend):
+            expected = parity.run(OPS[op], inputs, options)
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, in_other_strides):
+                found = parity.run(OPS[op], inputs, options)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_what_hooks_keep_of_saved_tensors_stays(op, backend, device):
+    """A backward may write over what it saved, but not over what a program's hook keeps."""
+    inputs, options = next(iter(small_cases(op, torch.float32, device)))
+    takes_logits = op in ("cross_entropy", "selective_log_softmax")  # whose in_place gives them up
+    if "in_place" in OPS[op].arguments._fields and not takes_logits:
+        options = options | {"in_place": True}
+    leaves = [x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in inputs]
+    results = [x * 1 if torch.is_tensor(x) and x.requires_grad else x for x in leaves]  # in_place takes no leaves
+    kept = []
+
+    def keep(x):
+        kept.append((x, x.clone()))
+        return x
+
+    with use_backend(backend), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        outputs = OPS[op](*results, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum(y.square().sum() for y in outputs if y is not None and y.requires_grad).backward()
+    for x, before in kept:
+        torch.testing.assert_close(x, before, rtol=0, atol=0, equal_nan=True)

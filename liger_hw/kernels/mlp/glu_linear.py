@@ -15,9 +15,8 @@ keeps one tensor of that width instead of the two of torch's gelu or silu.
 """
 
 import torch
-from torch.utils import checkpoint
 
-from liger_hw._torch import saved_tensors_hooks, unviewed
+from liger_hw._torch import is_checkpointed, unviewed
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, autocasts, differentiable, op, raw
 from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten, writes_over
@@ -155,16 +154,6 @@ def _(dout, *, placeholder_grad):
     return dout
 
 
-def is_checkpointed():
-    """Tell whether torch's non-reentrant activation checkpointing saves autograd's tensors.
-
-    It recomputes a layer only up to the last saved tensor. So where a gated MLP ends a layer, a function of its own
-    after all saved tensors spares the recomputation of the MLP's product and projection.
-    """
-    hooks = None if torch.compiler.is_compiling() else saved_tensors_hooks()
-    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
-
-
 @glu_linear.register("triton")
 def _(gate, up, weight, bias=None, activation="silu", in_place=False):
     dtype = _validate(gate, up, weight, bias, activation)
@@ -173,6 +162,8 @@ def _(gate, up, weight, bias=None, activation="silu", in_place=False):
     if not keeps_y or not gate.dtype == dtype == (gate if up is None else up).dtype:
         return torch.nn.functional.linear(gated(gate, up, activation, in_place), weight, bias)
     weight = weight.to(dtype)  # as autocast does in F.linear, but for the backward too
+    # Checkpointing recomputes a layer only up to the last saved tensor. If a gated MLP ends the layer, a function after
+    # all saved tensors spares the recomputation of the MLP's product and projection.
     defers = is_checkpointed()
     out = _glu_linear.apply(gate, up, weight, bias, activation, defers, goes_in_place(gate, up, in_place))
     return _deferred_projection.apply(out, (gate, up, weight, bias), activation) if defers else out

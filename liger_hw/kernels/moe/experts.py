@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_hw._torch import traced
+from liger_hw._torch import saved_tensors_are_kept, traced
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, differentiable, op
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, gated, glu
@@ -182,7 +182,7 @@ def _(a):
     # torch.compile does not follow tensors from `_experts` to `_project`
     if torch.compiler.is_compiling() or a.gate_up_lora is not None or a.down_lora is not None:
         return _by_operations(grouped_mm, lambda gate, up, activation: gated(gate, up, activation, False), *a)
-    placeholder, *kept = _experts.apply(*a[:7])
+    placeholder, *kept = _experts.apply(*a[:7], not saved_tensors_are_kept())
     return _project.apply(placeholder, (a.down_proj, *kept), a.activation, a.up_first)
 
 
@@ -202,14 +202,17 @@ def _experts(
 
 @_experts.backward(without_gradient="hidden row_weights place offs")
 def _(
-    ctx, x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs, activation, up_first, dout,
-    *, x_grad, gate_up_proj_grad, down_proj_grad, top_k_weights_grad,
+    ctx, x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs, activation, up_first, in_place: bool,
+    dout, *, x_grad, gate_up_proj_grad, down_proj_grad, top_k_weights_grad,
 ):  # fmt: skip
     y = multiply_rows(dout, down_proj, offs, tokens)  # dout D_e, until the next kernel writes the product over it
-    ctx.spent = (
-        "a second backward through experts: the first one wrote its gradients over gate and up. Call the op or the "
-        "model again, or patch it with swiglu=False"
-    )
+    if in_place:
+        ctx.spent = (
+            "a second backward through experts: the first one wrote its gradients over gate and up. Call the op or the "
+            "model again, or patch it with swiglu=False"
+        )
+    else:
+        hidden = hidden.clone()
     gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
     drow_weights = expert_glu_backward_in_place(gate, up, y, row_weights, activation)
     dx = dgate_up = ddown = None

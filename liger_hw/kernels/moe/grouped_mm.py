@@ -23,7 +23,7 @@ import torch
 
 from liger_hw import backends
 from liger_hw._torch import grouped_mm as torch_grouped_mm
-from liger_hw._torch import traced
+from liger_hw._torch import is_exporting, traced
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import KERNEL_DTYPES, check
@@ -68,6 +68,8 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) ->
         >>> liger_hw.grouped_mm(torch.rand(5, 8), torch.rand(2, 8, 3), ends).shape
         torch.Size([5, 3])
     """
+    if is_exporting():  # no exported program has the values of `offs`
+        return torch_grouped_mm()(rows, weights, offs=offs)
     ends = [rows.shape[0]] * len(offs) if offs.is_meta else offs.tolist()
     with uncast(rows):  # as torch's grouped product
         return torch.cat([rows[begin:end] @ weight for begin, end, weight in zip([0, *ends], ends, weights)])

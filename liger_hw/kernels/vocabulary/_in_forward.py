@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from liger_hw._torch import is_exporting, tensor_version
+from liger_hw._torch import tensor_version
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import Function, raw
@@ -87,8 +87,9 @@ def refuse_written(name, kept):
 class GradientsInForward(Function):
     """Base of functions that compute the gradients of a sum in the forward.
 
-    The sum is the first output. A forward calls `keep`. The first backward multiplies the gradients by the incoming
-    one, on the device, and returns them. A second backward raises an error.
+    The sum is the first output. A caller of `apply` calls `refuse_lost_backward` first, a forward `keep`. The first
+    backward multiplies the gradients by the incoming one, on the device, and returns them. A second backward raises an
+    error.
     """
 
     instead = f"{Function.instead} (of a model: pass skip_logits=False)"
@@ -105,13 +106,9 @@ class GradientsInForward(Function):
             scale: (*gradients, incoming gradient) -> None, multiplies in place; None for contiguous gradients.
             weight: of a head, for `refuse_written`.
         """
-        if is_exporting() and torch.compiler.is_dynamo_compiling() and any(ctx.needs_input_grad):
-            raise RuntimeError(
-                f"torch.export with strict=True keeps no backward of {op}, so the exported loss would not train: "
-                f"{GradientsInForward.instead}, or export with strict=False, without a backward"
-            )
         ctx.set_materialize_grads(False)
-        if torch.compiler.is_compiling():
+        ctx.traced = torch.compiler.is_compiling()  # the backward may not be, after a break of the graph
+        if ctx.traced:
             ctx.save_for_backward(*gradients)
         else:  # the backward must hold the only reference, or autograd copies the gradients
             ctx.gradients, ctx.weight = gradients, version_of(weight if ctx.needs_input_grad[0] else None)
@@ -121,7 +118,7 @@ class GradientsInForward(Function):
     def backward(ctx, dloss, *_):
         if dloss is None:
             return (None,) * len(ctx.needs_input_grad)
-        if torch.compiler.is_compiling():
+        if ctx.traced:
             kept = zip(ctx.saved_tensors, ctx.dtypes)
             gradients = [(gradient * dloss.to(gradient.dtype)).to(dtype) for gradient, dtype in kept]
         elif ctx.gradients is None:

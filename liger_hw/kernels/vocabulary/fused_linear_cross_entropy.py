@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from liger_hw.dispatch import Cost, op, raw
+from liger_hw.dispatch.function import refuse_lost_backward
 from liger_hw.kernels.vocabulary import sharded_head
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary._in_forward import GradientsInForward
@@ -267,6 +268,7 @@ def _on_rows(with_kernels, call, head, formula, token_weights):
         *losses, predicted, entropy = _fused_linear_cross_entropy.apply(*arguments, None, (False, False, False))
         losses = ce_formula.weighted(token_weights, *losses)
     else:
+        refuse_lost_backward()
         needed = needed_gradients(x, weight, bias)
         *losses, predicted, entropy = FusedLinearCrossEntropySumFunction.apply(*arguments, token_weights, needed)
     return ce_formula.output_of(call, *losses, predicted, entropy if call.return_entropy else None)

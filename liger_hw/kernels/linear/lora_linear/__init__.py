@@ -29,10 +29,10 @@ keeps it.
 
 import torch
 
-from liger_hw._torch import unviewed
+from liger_hw._torch import is_checkpointed, unviewed
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import Cost, autocasts, differentiable, op, uncast
-from liger_hw.dispatch.function import Function
+from liger_hw.dispatch.function import Function, refuse_lost_backward, save, saved
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit
 from liger_hw.kernels.linear.lora_linear.products import (
     LARGEST_RANK,
@@ -47,7 +47,7 @@ from liger_hw.kernels.linear.lora_linear.products import (
 from liger_hw.kernels.mlp._in_place import goes_in_place
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, glu
 from liger_hw.kernels.mlp.glu import validate as validate_glu
-from liger_hw.kernels.mlp.glu_linear import glu_linear, is_checkpointed, unit_gradients
+from liger_hw.kernels.mlp.glu_linear import glu_linear, unit_gradients
 from liger_hw.spelling import check_known
 
 
@@ -279,6 +279,7 @@ def lora_linear_group(x, *layers):
     rows = x
     if _is_autocast(x):
         rows, *tensors = _cast(x, torch.get_autocast_dtype(x.device.type), [x, *tensors])
+    refuse_lost_backward()
     results = _LoraLinearGroup.apply(rows, states, scalings, *tensors)
     return tuple(y if state is None else y.to(x.dtype) for y, state in zip(results, states))
 
@@ -293,7 +294,7 @@ class _LoraLinearGroup(Function):
         projected = project_by_each(rows, factors_a, scalings)
         ctx.states, ctx.scalings = states, scalings
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *weights, *factors_a, *factors_b, *projected)
+        save(ctx, x, *weights, *factors_a, *factors_b, *projected)
         results = []
         for weight, state, bias, u, lora_b in zip(weights, states, biases, projected, factors_b):
             y = add_products(rows, _whole(weight, state).t(), bias, u, lora_b.t())
@@ -302,7 +303,7 @@ class _LoraLinearGroup(Function):
 
     @staticmethod
     def backward(ctx, *incoming):
-        x, *saved = ctx.saved_tensors
+        x, *kept = saved(ctx)
         rows, count, dx = x.reshape(-1, x.shape[-1]), len(incoming), None
         needed = ctx.needs_input_grad
         if all(dy is None for dy in incoming):  # a later function returned no gradient
@@ -313,7 +314,7 @@ class _LoraLinearGroup(Function):
             for i, dy in enumerate(incoming):
                 if dy is None:
                     continue
-                weight, lora_a, lora_b, u = saved[i::count]
+                weight, lora_a, lora_b, u = kept[i::count]
                 dy = dy.reshape(-1, dy.shape[-1])
                 reached.append((i, dy, weight))
                 factors.append(lora_a)

@@ -19,6 +19,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, op, raw, widen
+from liger_hw.dispatch.function import refuse_lost_backward
 from liger_hw.kernels._logits import alignment, body_mask, body_pointer, edge_columns, row_at
 from liger_hw.kernels._math import LN_2, LOG2_E
 from liger_hw.kernels.vocabulary._fp16 import kept_dtype
@@ -380,6 +381,7 @@ def _with_kernels(op_name, y_name, x, y, labels, denominator, divergence):
     if not torch.is_tensor(denominator):
         denominator = torch.full((), denominator, dtype=torch.float32, device=x.device)
     labels = None if labels is None else labels.contiguous()
+    refuse_lost_backward()
     return DivergenceFunction.apply(x, y, labels, denominator, divergence, op_name, needs_grad)
 
 
