@@ -180,6 +180,14 @@ def traced(*tensors) -> bool:
     return is_compiling() or dispatch_modes() > 0 or not is_plain(*tensors)
 
 
+def results_are_kept() -> bool:
+    """Tell whether a mode may keep what operations return.
+
+    Nothing may write to it then: selective activation checkpointing gives it to the recomputation.
+    """
+    return not is_compiling() and dispatch_modes() > 0
+
+
 def in_forward_ad() -> bool:
     """Tell whether tensors may have tangents, within a level of forward-mode AD."""
     return forward_ad._current_level >= 0  # 0.05 us (an x86 CPU)

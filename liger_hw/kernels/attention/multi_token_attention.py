@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
+from liger_hw._torch import results_are_kept
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, autocasts, op
 from liger_hw.kernels.attention.softmax import softmax, softmax_rows, sparsemax
@@ -109,4 +110,5 @@ def _(scores, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, spar
 @multi_token_attention.register("triton")
 def _(scores, weight, bias, stride, padding, dilation, groups, sparse):
     weights = softmax_rows(scores, sparse, True)
-    return F.conv2d(weights, weight, bias, stride, padding, dilation, groups).tril_()
+    mixed = F.conv2d(weights, weight, bias, stride, padding, dilation, groups)
+    return mixed.tril() if results_are_kept() else mixed.tril_()

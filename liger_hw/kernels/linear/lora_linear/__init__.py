@@ -29,7 +29,7 @@ keeps it.
 
 import torch
 
-from liger_hw._torch import is_checkpointed, unviewed
+from liger_hw._torch import is_checkpointed, results_are_kept, unviewed
 from liger_hw.checks import check, refuse
 from liger_hw.dispatch import Cost, autocasts, differentiable, op, uncast
 from liger_hw.dispatch.function import Function, refuse_lost_backward, save, saved
@@ -164,7 +164,9 @@ def _frozen_linear(x: torch.Tensor, weight: torch.Tensor, state: tuple, bias: to
     weight = _whole(weight, state)
     is_late = bias is not None and bias.dtype != weight.dtype  # fp32, perhaps that of x
     y = torch.nn.functional.linear(x.to(weight.dtype), weight, None if is_late else bias).to(x.dtype)
-    return unviewed(y.add_(bias) if is_late else y)
+    if is_late:
+        y = y + bias.to(y.dtype) if results_are_kept() else y.add_(bias)
+    return unviewed(y)
 
 
 @_frozen_linear.backward()

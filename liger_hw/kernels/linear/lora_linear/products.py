@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from liger_hw._torch import has_wide_products
+from liger_hw._torch import has_wide_products, results_are_kept
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.dispatch import raw, traced_as_one
@@ -329,6 +329,7 @@ def add_products(rows, matrix, bias, u, second, mask=None):
     is_late = bias is not None and rows.dtype != matrix.dtype  # fp32, perhaps that of the rows
     first_bias = None if bias is None or is_late else bias.to(matrix.dtype)
     y = torch.nn.functional.linear(rows.to(matrix.dtype), matrix.t(), first_bias).to(rows.dtype)
+    y = y.clone() if results_are_kept() else y
     if is_late:
         y.add_(bias)
     update = y if mask is None else torch.zeros_like(y)
