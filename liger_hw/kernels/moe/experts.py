@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_hw._torch import saved_tensors_are_kept, traced
+from liger_hw._torch import backward_keeps_graph, saved_tensors_are_kept, traced
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, differentiable, op
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, gated, glu
@@ -89,7 +89,7 @@ def experts(
             dtype of `x`; None: none. A projection W x then is W x + lora_scale B (A x) (arXiv:2106.09685), rounded
             after each product and the sum; no merged weight exists. peft's `target_parameters` holds the same factors
             as A (E r, inputs) and B (outputs, r E): A.view(E, r, -1) and B.view(outputs, r, E).permute(2, 0, 1). With
-            factors the op keeps what the products' own backwards need, and allows a second backward.
+            factors the op keeps what the products' own backwards need.
         lora_scale: alpha / r.
 
     Returns:
@@ -98,7 +98,6 @@ def experts(
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit; `activation` is unknown.
-        RuntimeError: a second backward through one call on a GPU, whose first one reused the saved memory.
 
     Examples:
         >>> gate_up, down = torch.rand(4, 6, 8), torch.rand(4, 8, 3)  # 4 experts
@@ -202,16 +201,11 @@ def _experts(
 
 @_experts.backward(without_gradient="hidden row_weights place offs")
 def _(
-    ctx, x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs, activation, up_first, in_place: bool,
-    dout, *, x_grad, gate_up_proj_grad, down_proj_grad, top_k_weights_grad,
+    x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs, activation, up_first, in_place: bool, dout,
+    *, x_grad, gate_up_proj_grad, down_proj_grad, top_k_weights_grad,
 ):  # fmt: skip
     y = multiply_rows(dout, down_proj, offs, tokens)  # dout D_e, until the next kernel writes the product over it
-    if in_place:
-        ctx.spent = (
-            "a second backward through experts: the first one wrote its gradients over gate and up. Call the op or the "
-            "model again, or patch it with swiglu=False"
-        )
-    else:
+    if not in_place or backward_keeps_graph():  # hooks of the program keep it, or a second backward reads it
         hidden = hidden.clone()
     gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
     drow_weights = expert_glu_backward_in_place(gate, up, y, row_weights, activation)
