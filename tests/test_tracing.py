@@ -254,7 +254,9 @@ def test_an_export_has_the_backward_or_is_refused(op, strict):
                 torch.export.export(Module(), args, strict=strict)
         with torch.no_grad():
             exported = torch.export.export(Module(), inputs, strict=strict).module()
-            torch.testing.assert_close(exported(*inputs), Module()(*inputs))
+        for recording in (False, True):
+            with torch.set_grad_enabled(recording):
+                torch.testing.assert_close(exported(*inputs), Module()(*inputs))
     if op == "experts":  # in fp32, which torch's grouped product traces on no CPU
         return
     exported = torch.export.export(Module(), constants, strict=strict).module()

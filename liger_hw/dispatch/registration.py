@@ -167,6 +167,13 @@ def _fields(inputs):
 
 def _registered(name, inputs, returned, functions, mutates=()):
     """Define an op of torch whose schema has the annotations `inputs` and `returned`."""
+    function = functions["run_registered"]
+
+    def run(*args):
+        if not torch.is_grad_enabled():
+            return function(*args)
+        with torch.no_grad():  # a program exported without autograd, called with it
+            return function(*args)
 
     def prototype():
         """Tell `infer_schema` its signature; nothing calls it."""
@@ -175,7 +182,7 @@ def _registered(name, inputs, returned, functions, mutates=()):
     parameters = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in inputs.items()]
     prototype.__signature__ = inspect.Signature(parameters, return_annotation=returned)
     _library.define(name + torch.library.infer_schema(prototype, mutates_args=mutates))
-    _library.impl(name, functions["run_registered"], "CompositeExplicitAutograd")
+    _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"liger_hw::{name}", functions["registered_fake"], lib=_library)
     return getattr(torch.ops.liger_hw, name).default
 
