@@ -275,7 +275,6 @@ class CausalLMMatch(ModelMatch):
                 return kwargs[name]
             return args[places[name]] if places.get(name, len(args)) < len(args) else None
 
-        @functools.wraps(original.forward)
         def forward(self, *args, skip_logits=None, **kwargs):
             labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
             if takes_skip_logits and skip_logits is not None:
@@ -331,7 +330,6 @@ class SkipLogitsMatch(ModelMatch):
     def members(self, original, unchanged):
         unknown = set(LINEAR_CE_OPTIONS) - inspect.signature(original.forward).parameters.keys()
 
-        @functools.wraps(original.forward)
         def forward(self, *args, skip_logits=None, **kwargs):
             asked = [name for name in LINEAR_CE_OPTIONS if name in unknown and _is_given(kwargs.get(name))]
             check(not asked, ", ".join(asked), "a value", UNSERVED)

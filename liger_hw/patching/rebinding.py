@@ -1,5 +1,6 @@
 """Copy functions and replace some of their global names."""
 
+import inspect
 import itertools
 import types
 
@@ -46,9 +47,21 @@ def with_globals(function, replaced):
     copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(vars(function) | more)
+    share_attributes(copy, function)
     for name in ("__doc__", "__annotations__", "__module__", "__qualname__"):
         setattr(copy, name, getattr(function, name))
     return copy
+
+
+def share_attributes(copy, function):
+    """Let `copy` have the attributes of a decorated function, whose decorator may count in one."""
+    if not isinstance(function, types.FunctionType):
+        return
+    names, takes_anything = vars(function).keys(), inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    # the signature, which programs read, is that of `__wrapped__` or says nothing
+    is_decorated = "__wrapped__" in names or function.__code__.co_flags & takes_anything == takes_anything
+    if is_decorated and names - {"__wrapped__"}:
+        copy.__dict__ = vars(function)
 
 
 def _add(namespace, name, function):

@@ -16,7 +16,7 @@ import torch
 from liger_hw._torch import init_abc
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.reading import all_code, instructions_of
-from liger_hw.patching.rebinding import innermost
+from liger_hw.patching.rebinding import innermost, share_attributes
 from liger_hw.patching.values import TRUSTED, is_known, package
 
 logger = logging.getLogger("liger_hw")
@@ -87,8 +87,10 @@ def _new_class(original, match, digest):
     members = {"_get_name": _get_name, "__reduce_ex__": _reduce, "__prepare_scriptable__": _prepare_scriptable}
     unchanged = match.guard(original)
     members |= match.members(original, unchanged)
-    if not hasattr(members.get("forward"), "__wrapped__") and "forward" in members:  # programs read its signature
-        functools.update_wrapper(members["forward"], original.forward)
+    if "forward" in members:
+        if not hasattr(members["forward"], "__wrapped__"):  # programs read its signature
+            functools.update_wrapper(members["forward"], original.forward)
+        share_attributes(members["forward"], original.forward)
     # type.__new__ leaves out a metaclass's own __new__ and __init__, which may register classes. The class must not
     # equal its original, though tables of classes would find it then: FSDP2 keeps a subclass of each class in one.
     cls = type.__new__(type(original), original.__name__, (_Unregistered, original), names | facts | members)

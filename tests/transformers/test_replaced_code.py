@@ -1,7 +1,9 @@
 """Check that a patched model equals its unpatched copy after a program replaced code."""
 
 import copy
+import functools
 import gc
+import inspect
 import pickle
 import sys
 import types
@@ -525,3 +527,35 @@ def test_functions_of_torch_that_the_loss_calls(owner, name, monkeypatch):
         summary = liger_hw.patch(tiny.model())
         assert owner is torch.Tensor or any(f"a program replaced {name}" in reason for _, reason in summary.left)
     assert tiny.is_lazy(tiny.call(patched, **inputs))
+
+
+def counted(function, hides=False):
+    """Decorate a forward by one that counts its calls in an attribute of its own."""
+
+    def call(*args, **kwargs):
+        call.calls += 1
+        return function(*args, **kwargs)
+
+    if not hides:
+        functools.update_wrapper(call, function)
+    call.calls = 0
+    return call
+
+
+@pytest.mark.parametrize("hides", [False, True], ids=["functools.wraps", "plain"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaAttention", "LlamaMLP"])
+def test_a_decorator_counts_in_the_forward(name, hides, monkeypatch):
+    cls = getattr(llama, name)
+    monkeypatch.setattr(cls, "forward", counted(cls.forward, hides))
+    plain, patched = tiny.model(), tiny.model()
+    liger_hw.patch(patched)
+    ids, counts = torch.arange(3, 9)[None], []
+    for model in (plain, patched):
+        cls.forward.calls = 0
+        part = next(module for module in model.modules() if isinstance(module, cls))
+        signature = inspect.signature(part.forward).parameters.keys() - {"self", "skip_logits"}
+        model(input_ids=ids, labels=ids)
+        counts.append((part.forward.calls, cls.forward.calls, signature))
+    assert counts[1] == counts[0] and counts[0][0] > 0
+    liger_hw.unpatch(patched)
+    assert part.forward.calls == cls.forward.calls
