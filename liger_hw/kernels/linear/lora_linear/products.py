@@ -301,16 +301,32 @@ def adapter_expand(u: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | N
     launch(lora_expand, grid, config, u, second, bias, y, rows, *second.stride(), outer, rank, size)
 
 
+def _factors_for(y, u, second):
+    """Return u and second for a product in the dtype of `y`."""
+    if not _is_split(y, second):
+        return u, second
+    (hi, mid, _), (second_hi, second_mid, _) = u.chunk(3, 1), _split_factor(second.t(), y.dtype).t().chunk(3)
+    return torch.cat([hi, hi, mid], 1), torch.cat([second_hi, second_mid, second_hi])
+
+
 @raw(mutates=("y",))
 def adapter_add(y: torch.Tensor, u: torch.Tensor, second: torch.Tensor) -> None:
     """Add u second to y (R, N) in place, by torch."""
-    if _is_split(y, second):  # as in the kernel
-        (hi, mid, _), (second_hi, second_mid, _) = u.chunk(3, 1), _split_factor(second.t(), y.dtype).t().chunk(3)
-        u, second = torch.cat([hi, hi, mid], 1), torch.cat([second_hi, second_mid, second_hi])
+    u, second = _factors_for(y, u, second)
     if second.dtype == y.dtype:
         y.addmm_(u, second)
     else:
         y.add_(torch.mm(u, second))
+
+
+def _with_adapter(y, u, second):
+    """Return y + u second, in place unless a mode may keep y."""
+    if not results_are_kept():
+        adapter_add(y, u, second)
+        return y
+    u, second = _factors_for(y, u, second)
+    same = second.dtype == y.dtype
+    return torch.addmm(y, u, second) if same else (y + torch.mm(u, second)).to(y.dtype)
 
 
 def add_products(rows, matrix, bias, u, second, mask=None):
@@ -323,18 +339,16 @@ def add_products(rows, matrix, bias, u, second, mask=None):
     if rows.dtype == matrix.dtype and _runs_kernels(rows, second, second.shape[0]):
         y = adapter_expand(u, second, bias)
         y = y if mask is None else y.mul_(mask)
-        if is_traced(y):  # addmm_ would copy y; the compiler fuses this sum with what follows
+        if is_traced(y) or results_are_kept():  # addmm_ would copy y; the compiler fuses this sum with what follows
             return (torch.mm(rows, matrix).float() + y.float()).to(y.dtype)
         return y.addmm_(rows, matrix)
     is_late = bias is not None and rows.dtype != matrix.dtype  # fp32, perhaps that of the rows
     first_bias = None if bias is None or is_late else bias.to(matrix.dtype)
     y = torch.nn.functional.linear(rows.to(matrix.dtype), matrix.t(), first_bias).to(rows.dtype)
-    y = y.clone() if results_are_kept() else y
     if is_late:
-        y.add_(bias)
-    update = y if mask is None else torch.zeros_like(y)
-    adapter_add(update, u, second)
-    return y if mask is None else y.addcmul_(update, mask)
+        y = (y + bias).to(y.dtype) if results_are_kept() else y.add_(bias)
+    update = _with_adapter(y if mask is None else torch.zeros_like(y), u, second)
+    return update if mask is None else y.addcmul_(update, mask)
 
 
 def _allocate_adapted(rows, seen, matrix, bias, first, *others):
