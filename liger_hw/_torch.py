@@ -183,9 +183,12 @@ def traced(*tensors) -> bool:
 def results_are_kept() -> bool:
     """Tell whether a mode may keep what operations return.
 
-    Nothing may write to it then: selective activation checkpointing gives it to the recomputation.
+    Nothing may write to it then: selective activation checkpointing gives it to the recomputation. This package's modes
+    know what is written.
     """
-    return not is_compiling() and dispatch_modes() > 0
+    if is_compiling() or not dispatch_modes():
+        return False
+    return any(type(mode).__module__.partition(".")[0] != "liger_hw" for mode in active_dispatch_modes())
 
 
 def in_forward_ad() -> bool:

@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_hw._torch import backward_keeps_graph, saved_tensors_are_kept, traced
+from liger_hw._torch import backward_keeps_graph, is_plain, saved_tensors_are_kept
 from liger_hw.checks import check
 from liger_hw.kernels._rows import rows_of
 
@@ -13,9 +13,9 @@ def goes_in_place(gate, up, in_place):
     Raises:
         ValueError: `in_place` is set, and the gradients would overwrite other memory.
     """
-    if not in_place or up is not None and gate.dtype != up.dtype:
+    if not in_place or up is not None and gate.dtype != up.dtype or torch.compiler.is_compiling():
         return False
-    if traced(gate, gate if up is None else up) or saved_tensors_are_kept():
+    if not is_plain(gate, gate if up is None else up) or saved_tensors_are_kept():
         return False
     if torch.is_grad_enabled() and gate.requires_grad and (up is None or up.requires_grad):
         _check_memory(gate, up)
