@@ -225,7 +225,7 @@ MUTANTS = {
         ("strides of the gradients", "_store(DQ + y_at, row, valid, y_stride", "_store(DQ + y_at, row, valid, stride"),
     ],
     "multi_token_attention": [
-        ("the result's future kept", "dilation, groups).tril_()", "dilation, groups)"),
+        ("the result's future kept", "else mixed.tril_()", "else mixed"),
         (
             "sparsemax for softmax",
             "softmax_rows(scores, sparse, True)",
