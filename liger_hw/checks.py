@@ -145,7 +145,7 @@ def explain(error, function, args, kwargs) -> None:
         raise RuntimeError(
             f"{function.__name__} has no transforms of torch.func (grad, vmap, jvp, ...): {hint}"
         ) from error
-    if is_tracing():
+    if is_tracing() and not isinstance(error, ValueError):
         raise RuntimeError(f"torch.jit.trace cannot trace the kernels of {function.__name__}: {hint}") from error
     if isinstance(error, RuntimeError) and has_tangents(bound.arguments.values()):
         raise RuntimeError(f"{function.__name__} has no forward-mode derivatives: {hint}") from error

@@ -31,7 +31,8 @@ def refuse_lost_backward(advice=INSTEAD):
         raise RuntimeError(
             f"torch.export keeps no backward of liger_hw's kernels: {advice}, or export under torch.no_grad()"
         )
-    if torch.compiler.is_dynamo_compiling() and (_within_transforms() or in_forward_ad()):
+    differentiates = torch.is_grad_enabled() and _within_transforms() or in_forward_ad()
+    if differentiates and torch.compiler.is_dynamo_compiling():
         raise RuntimeError(
             f"torch.compile loses derivatives by torch.func, and in forward mode, of liger_hw's kernels: {advice}"
         )

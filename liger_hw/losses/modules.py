@@ -2,6 +2,7 @@
 
 import inspect
 
+import torch
 from torch import nn
 
 from liger_hw.losses.distillation import distillation_loss
@@ -35,28 +36,25 @@ class _Loss(nn.Module):
             check_known("option", name, self._names(), f"Options of {self.function.__name__}")
         self.options = options
 
-    def _defaults(self):
-        named = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in named if p.default is not p.empty}
-
     def _names(self):
-        return [*self._defaults(), *self.further()]
+        named = inspect.signature(self.function).parameters.values()
+        return [*(p.name for p in named if p.default is not p.empty), *self.further()]
 
     def __getattr__(self, name):
-        if "options" in self.__dict__:
-            options = self._defaults() | self.options
-            if name in options:
-                return options[name]
-        return super().__getattr__(name)
+        options = self.__dict__.get("options", {})
+        return options[name] if name in options else super().__getattr__(name)
 
     def __setattr__(self, name, value):
-        if "options" in self.__dict__ and name in self._names():
-            self.options[name] = value
-        else:
+        # a subclass may learn a number, or have a property of that name
+        learns = isinstance(value, (torch.Tensor, nn.Module))
+        has_a_property = inspect.isdatadescriptor(getattr(type(self), name, None))
+        if learns or has_a_property or "options" not in self.__dict__ or name not in self._names():
             super().__setattr__(name, value)
+        else:
+            self.options[name] = value
 
     def forward(self, *tensors, **more):
-        return self.function(*tensors, **self.options, **more)
+        return self.function(*tensors, **{**self.options, **more})
 
     def extra_repr(self):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

@@ -40,13 +40,32 @@ def test_options(module):
 def test_an_option_set_later_holds():
     (x, w, b), ref, labels = case()
     later, loss = PreferenceLoss(), PreferenceLoss(loss_type="ipo", beta=0.3)
-    assert later.loss_type == "sigmoid" and not hasattr(later, "gamma")
+    assert not hasattr(later, "beta")
     later.loss_type, later.beta = "ipo", 0.3
     later.note = "no option"
     assert repr(later) == repr(loss) and later.beta == 0.3 and later.note == "no option"
     for module in (later, copy.deepcopy(later), pickle.loads(pickle.dumps(later))):
         results = [of(x, w, labels, b, ref_x=ref[0], ref_weight=ref[1]) for of in (module, loss)]
         assert all(torch.equal(found, expected) for found, expected in zip(*results))
+
+
+def test_a_subclass_may_learn_a_number():
+    class Learning(PreferenceLoss):
+        def __init__(self):
+            super().__init__(beta=0.1)
+            self.temperature = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, *tensors, **more):
+            return super().forward(*tensors, beta=0.3, **more)
+
+    (x, w, b), ref, labels = case()
+    loss = Learning()
+    loss.register_buffer("ref_bias", torch.zeros(1))
+    assert [*loss.state_dict()] == ["temperature", "ref_bias"] and "temperature" not in loss.options
+    found, expected = (
+        of(x, w, labels, b, ref_x=ref[0], ref_weight=ref[1])[0] for of in (loss, PreferenceLoss(beta=0.3))
+    )
+    assert torch.equal(found, expected)
 
 
 def test_it_is_the_function():

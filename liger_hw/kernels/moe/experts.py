@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 import torch
 
-from liger_hw._torch import backward_keeps_graph, saved_tensors_are_kept, traced
+from liger_hw._torch import backward_keeps_graph, is_plain, saved_tensors_are_kept
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, differentiable, op
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, gated, glu
@@ -130,7 +130,7 @@ def _by_operations(
         return y + lora_scale * multiply(multiply(rows, a.transpose(1, 2), offs), b.transpose(1, 2), offs)
 
     known = (top_k_index >= 0) & (top_k_index < len(gate_up_proj))
-    if top_k_index.device.type == "cpu" and not traced(top_k_index):
+    if top_k_index.device.type == "cpu" and is_plain(top_k_index) and not torch.compiler.is_compiling():
         check(known.all(), "top_k_index", top_k_index, f"experts from 0 to {len(gate_up_proj) - 1}")
     else:
         top_k_index = top_k_index.clamp(0, len(gate_up_proj) - 1)

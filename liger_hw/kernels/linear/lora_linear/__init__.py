@@ -165,7 +165,7 @@ def _frozen_linear(x: torch.Tensor, weight: torch.Tensor, state: tuple, bias: to
     is_late = bias is not None and bias.dtype != weight.dtype  # fp32, perhaps that of x
     y = torch.nn.functional.linear(x.to(weight.dtype), weight, None if is_late else bias).to(x.dtype)
     if is_late:
-        y = y + bias.to(y.dtype) if results_are_kept() else y.add_(bias)
+        y = (y + bias).to(y.dtype) if results_are_kept() else y.add_(bias)
     return unviewed(y)
 
 

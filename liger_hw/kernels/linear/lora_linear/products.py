@@ -339,9 +339,9 @@ def add_products(rows, matrix, bias, u, second, mask=None):
     if rows.dtype == matrix.dtype and _runs_kernels(rows, second, second.shape[0]):
         y = adapter_expand(u, second, bias)
         y = y if mask is None else y.mul_(mask)
-        if is_traced(y) or results_are_kept():  # addmm_ would copy y; the compiler fuses this sum with what follows
+        if is_traced(y):  # addmm_ would copy y; the compiler fuses this sum with what follows
             return (torch.mm(rows, matrix).float() + y.float()).to(y.dtype)
-        return y.addmm_(rows, matrix)
+        return torch.addmm(y, rows, matrix) if results_are_kept() else y.addmm_(rows, matrix)
     is_late = bias is not None and rows.dtype != matrix.dtype  # fp32, perhaps that of the rows
     first_bias = None if bias is None or is_late else bias.to(matrix.dtype)
     y = torch.nn.functional.linear(rows.to(matrix.dtype), matrix.t(), first_bias).to(rows.dtype)

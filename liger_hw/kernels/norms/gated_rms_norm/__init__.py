@@ -70,8 +70,10 @@ def _validate_modulated(x, weight, scale, shift, casting_mode):
 
 def _repeats_otherwise(m, x):
     """Tell whether torch would repeat rows of `m`, (1, T, C), in turns."""
+    if m.ndim != x.ndim or m.shape == x.shape:
+        return False
     sizes = list(zip(m.shape[:-1], x.shape[:-1]))
-    if m.ndim != x.ndim or any(size not in (1, whole) for size, whole in sizes):
+    if any(size not in (1, whole) for size, whole in sizes):
         return False
     repeated = [size < whole for size, whole in sizes if whole > 1]
     return repeated != sorted(repeated)
