@@ -220,6 +220,11 @@ def saved_tensors_hooks():
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+@constant_result
+def no_saved_tensors_hooks():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def is_checkpointed() -> bool:
     """Tell whether torch's non-reentrant activation checkpointing saves autograd's tensors."""
     hooks = None if is_compiling() else saved_tensors_hooks()

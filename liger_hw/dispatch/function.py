@@ -11,7 +11,7 @@ from liger_hw._torch import (
     has_tangents,
     in_forward_ad,
     is_exporting,
-    saved_tensors_hooks,
+    no_saved_tensors_hooks,
     saved_tensors_may_change,
     transforms_active,
 )
@@ -41,9 +41,12 @@ def refuse_lost_backward(advice=INSTEAD):
 def save(ctx, *tensors):
     """Keep tensors, or None, for the backward of a function that reads them by `saved`."""
     ctx.save_for_backward(*tensors)
-    # a program's hooks may return them with other strides, and a kernel would read other values
-    hooked = not is_compiling() and saved_tensors_hooks() is not None
-    ctx.strides = [None if x is None else x.stride() for x in tensors] if hooked else None
+    ctx.strides = None if no_saved_tensors_hooks() else strides(tensors)
+
+
+def strides(tensors):
+    """Return the strides of tensors, which hooks of a program may change."""
+    return None if is_compiling() else [None if x is None else x.stride() for x in tensors]
 
 
 def saved(ctx):

@@ -7,8 +7,8 @@ from typing import get_args
 import torch
 from torch.compiler import is_compiling
 
-from liger_hw._torch import in_forward_ad, transforms_active
-from liger_hw.dispatch.function import Function, refuse_lost_backward, save, saved
+from liger_hw._torch import in_forward_ad, no_saved_tensors_hooks, transforms_active
+from liger_hw.dispatch.function import Function, refuse_lost_backward, saved, strides
 from liger_hw.dispatch.generated import arguments_by_name, define, described, function_source
 from liger_hw.dispatch.registration import default_allocation, is_tuple, register
 from liger_hw.spelling import nearest
@@ -156,7 +156,8 @@ class _Wiring:
             ]),
             run_forward=self.forward, run_backward=gradient, is_compiling=is_compiling, in_forward_ad=in_forward_ad,
             transforms_active=transforms_active, is_grad_enabled=torch.is_grad_enabled,
-            refuse_lost_backward=refuse_lost_backward, save=save, saved=saved,
+            refuse_lost_backward=refuse_lost_backward, saved=saved, strides=strides,
+            no_saved_tensors_hooks=no_saved_tensors_hooks,
             shape_and_kind=_shape_and_kind, zeros_for_none=_zeros_for_none,
             **{f"{name}_type": self.inputs[name] for name in self.saved if is_tuple(self.inputs.get(name))},
         )  # fmt: skip
@@ -172,7 +173,8 @@ class _Wiring:
     def _save(self):
         if self.saved:
             saved = ", ".join(f"*{name}" if is_tuple(self.inputs.get(name)) else name for name in self.saved)
-            yield f"save(ctx, {saved})"
+            yield f"ctx.save_for_backward({saved})"  # `save`, inlined
+            yield f"ctx.strides = None if no_saved_tensors_hooks() else strides(({saved},))"
         if self.options:
             yield f"ctx.options = {', '.join(self.options)},"
         yield "ctx.set_materialize_grads(False)"
