@@ -129,12 +129,12 @@ def _by_operations(
         a, b = lora
         return y + lora_scale * multiply(multiply(rows, a.transpose(1, 2), offs), b.transpose(1, 2), offs)
 
-    known = (top_k_index >= 0) & (top_k_index < len(gate_up_proj))
+    inside = top_k_index.clamp(0, len(gate_up_proj) - 1)
+    known = inside == top_k_index
     if top_k_index.device.type == "cpu" and is_plain(top_k_index) and not torch.compiler.is_compiling():
         check(known.all(), "top_k_index", top_k_index, f"experts from 0 to {len(gate_up_proj) - 1}")
     else:
-        top_k_index = top_k_index.clamp(0, len(gate_up_proj) - 1)
-        top_k_weights = torch.where(known, top_k_weights, float("nan"))
+        top_k_index, top_k_weights = inside, torch.where(known, top_k_weights, float("nan"))
     order, position, offs = sort_by_expert(top_k_index, gate_up_proj.shape[0])
     hidden = project(x[order // top_k_index.shape[1]], gate_up_proj, gate_up_lora)
     gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
