@@ -51,7 +51,7 @@ class _Loss(nn.Module):
         if learns or has_a_property or "options" not in self.__dict__ or name not in self._names():
             super().__setattr__(name, value)
         else:
-            self.options[name] = value
+            self.options = {**self.options, name: value}  # not that of a shallow copy, which shares the dictionary
 
     def forward(self, *tensors, **more):
         return self.function(*tensors, **{**self.options, **more})

@@ -41,7 +41,9 @@ def test_an_option_set_later_holds():
     (x, w, b), ref, labels = case()
     later, loss = PreferenceLoss(), PreferenceLoss(loss_type="ipo", beta=0.3)
     assert not hasattr(later, "beta")
+    before = copy.copy(later)
     later.loss_type, later.beta = "ipo", 0.3
+    assert repr(before) == repr(PreferenceLoss())
     later.note = "no option"
     assert repr(later) == repr(loss) and later.beta == 0.3 and later.note == "no option"
     for module in (later, copy.deepcopy(later), pickle.loads(pickle.dumps(later))):
