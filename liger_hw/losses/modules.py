@@ -2,7 +2,6 @@
 
 import inspect
 
-import torch
 from torch import nn
 
 from liger_hw.losses.distillation import distillation_loss
@@ -21,7 +20,8 @@ def _options(losses):
 class _Loss(nn.Module):
     """Call `function(*tensors, **options, **more)` for `loss(*tensors, **more)`.
 
-    The options are attributes, too: `loss.beta = 0.2` holds from the next call on.
+    The options are attributes, too: `loss.beta = 0.2` holds from the next call on, and so does a parameter, a buffer or
+    a module of an option's name, unless a subclass has a forward of its own.
 
     Raises:
         ValueError: the function has no such option.
@@ -45,16 +45,25 @@ class _Loss(nn.Module):
         return options[name] if name in options else super().__getattr__(name)
 
     def __setattr__(self, name, value):
-        # a subclass may learn a number, or have a property of that name
-        learns = isinstance(value, (torch.Tensor, nn.Module))
-        has_a_property = inspect.isdatadescriptor(getattr(type(self), name, None))
-        if learns or has_a_property or "options" not in self.__dict__ or name not in self._names():
+        has_a_property = inspect.isdatadescriptor(getattr(type(self), name, None))  # of a subclass
+        if has_a_property or "options" not in self.__dict__ or name not in self._names():
+            return super().__setattr__(name, value)
+        if isinstance(value, (nn.Parameter, nn.Module)) or name in self._registered():
+            self.options = {other: option for other, option in self.options.items() if other != name}
             super().__setattr__(name, value)
         else:
             self.options = {**self.options, name: value}  # not that of a shallow copy, which shares the dictionary
 
+    def _registered(self):
+        kinds = (self.__dict__.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))
+        return {name: value for kind in kinds for name, value in kind.items()}
+
     def forward(self, *tensors, **more):
-        return self.function(*tensors, **{**self.options, **more})
+        registered = {}
+        if type(self).forward is _Loss.forward:  # a subclass may have a parameter of an option's name for itself
+            names = self._names()
+            registered = {name: value for name, value in self._registered().items() if name in names}
+        return self.function(*tensors, **{**self.options, **registered, **more})
 
     def extra_repr(self):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

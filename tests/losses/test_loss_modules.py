@@ -51,6 +51,22 @@ def test_an_option_set_later_holds():
         assert all(torch.equal(found, expected) for found, expected in zip(*results))
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_tensor_set_later_is_an_option(registered):
+    (x, w, b), *_, labels = case()
+    loss, bias = PreferenceLoss(loss_type="simpo", bias=torch.zeros_like(b)), b.detach()
+    loss.bias = torch.nn.Parameter(bias) if registered else bias
+    if registered:
+        loss.register_buffer("beta", torch.tensor(0.1))
+    loss.beta = torch.tensor(0.7)
+    assert torch.equal(loss.bias, bias) and loss.beta == 0.7
+    assert [*loss.state_dict()] == (["bias", "beta"] if registered else [])
+    assert torch.equal(loss(x, w, labels)[0], PreferenceLoss(loss_type="simpo", bias=bias, beta=0.7)(x, w, labels)[0])
+    if registered:
+        loss(x, w, labels)[0].backward()
+        assert loss.bias.grad.norm() > 0
+
+
 def test_a_subclass_may_learn_a_number():
     class Learning(PreferenceLoss):
         def __init__(self):
