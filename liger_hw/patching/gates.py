@@ -34,6 +34,12 @@ def numbers(module, names):
     return {role: getattr(module, names[role]) for role in ("limit", "alpha") if role in names}
 
 
+def takes_numbers(module, names):
+    """Tell whether `clamped_swiglu` takes the numbers of `module`, which a program may have changed."""
+    given = numbers(module, names)
+    return all(type(number) in (int, float) for number in given.values()) and given["limit"] > 0
+
+
 def activation_name(op, options):
     """Return the name in `ACTIVATIONS` that the unit named `op` applies to its gate."""
     if "activation" in options:

@@ -62,10 +62,8 @@ class MLPMatch(Match):
             if _stays_unfused(down, args[0]) or casts and _casts(self, names, producer_names, args[0]):
                 return original.forward(self, *args)
             if clamped:
-                try:
-                    return compute(self, names, args[0], clamped, options)
-                except ValueError:  # a limit that the op does not take
-                    return original.forward(self, *args)
+                fits = gates.takes_numbers(self, names)
+                return compute(self, names, args[0], clamped, options) if fits else original.forward(self, *args)
             gate, up = _gate_and_up(self, names, args[0])
             producers = [getattr(self, name) for name in producer_names]
             try:
@@ -74,7 +72,9 @@ class MLPMatch(Match):
                     y = down(_dropped(self, dropout_name, y))
                 else:
                     y = project_down(down, gate, up, activation, producers)
-            except ValueError:  # projections that a program set later, whose results torch expands or refuses
+            except ValueError:
+                if _fit_each_other(gate, up):
+                    raise
                 y = activate.reference(gate, activation)
                 y = down(_dropped(self, dropout_name, y if up is None else y * up))
             return _after_down(self, names, y)
@@ -89,7 +89,13 @@ def compute(module, names, x, unit_or_reference, options):
         y = unit_or_reference(gate, **options)
         y = y if up is None else y * up
     else:
-        y = unit_or_reference(gate, up, **options, **gates.numbers(module, names))
+        options = options | gates.numbers(module, names)
+        try:
+            y = unit_or_reference(gate, up, **options)
+        except ValueError:
+            if _fit_each_other(gate, up):
+                raise
+            y = unit_or_reference.reference(gate, up, **options)
     y = _dropped(module, names.get("dropout_before"), y)
     return _after_down(module, names, getattr(module, names["down"])(y))
 
@@ -107,6 +113,11 @@ def _gate_and_up(module, names, x):
         gate, up = gates.HALVES["up first" if names.get("up_first") else "gate first"](gate(x))
     scale = names.get("gate_scale")
     return gate if scale is None else gate * getattr(module, scale), up
+
+
+def _fit_each_other(gate, up):
+    """Tell whether an op takes both. Torch may expand what projections return that a program set later."""
+    return up is None or (gate.shape, gate.dtype, gate.device) == (up.shape, up.dtype, up.device)
 
 
 def _after_down(module, names, y):
