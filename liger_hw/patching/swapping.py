@@ -7,6 +7,7 @@ computes with the copy's weights; a closure set as its `forward` would compute w
 import abc
 import copyreg
 import functools
+import inspect
 import logging
 import types
 import weakref
@@ -91,13 +92,39 @@ def _new_class(original, match, digest):
         if not hasattr(members["forward"], "__wrapped__"):  # programs read its signature
             functools.update_wrapper(members["forward"], original.forward)
         share_attributes(members["forward"], original.forward)
-    # type.__new__ leaves out a metaclass's own __new__ and __init__, which may register classes. The class must not
-    # equal its original, though tables of classes would find it then: FSDP2 keeps a subclass of each class in one.
-    cls = type.__new__(type(original), original.__name__, (_Unregistered, original), names | facts | members)
+    # type.__new__ leaves out a metaclass's own __new__ and __init__, which may register classes
+    metaclass = _like_its_original(type(original))
+    cls = type.__new__(metaclass, original.__name__, (_Unregistered, original), names | facts | members)
     if isinstance(cls, abc.ABCMeta):
         init_abc(cls)  # which ABCMeta does: else the class would share the original's cache of subclasses
     unchanged.members.watch(cls)
     return cls
+
+
+@functools.cache
+def _like_its_original(metaclass):
+    """Return the class of patched classes, which equal their originals and have their instances.
+
+    Programs look modules up in tables by their class, and compare classes. Only torch.distributed tells the two apart,
+    because FSDP2 keeps a subclass of each class in such a table.
+    """
+
+    def equal(cls, other):
+        caller = inspect.currentframe().f_back.f_globals.get("__name__", "")
+        same = not caller.startswith("torch.distributed.") and _unpatched(cls) is _unpatched(other)
+        return same or metaclass.__eq__(cls, other)
+
+    def by_original(name):
+        method = getattr(metaclass, name)
+        return lambda cls, *others: method(_unpatched(cls), *others)
+
+    names = ("__hash__", "__instancecheck__", "__subclasscheck__")
+    members = {name: by_original(name) for name in names}
+    return type(metaclass.__name__, (metaclass,), {"__eq__": equal} | members)
+
+
+def _unpatched(cls):
+    return vars(cls).get("liger_original", cls) if isinstance(cls, type) else cls
 
 
 DIFFERS_IN_SUBCLASS = {"__dict__", "__mro__", "__bases__", "__base__", "__subclasses__", "mro"}

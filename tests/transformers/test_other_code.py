@@ -12,7 +12,9 @@ import pickle
 import random
 import sys
 import types
+from unittest import mock
 
+import numpy as np
 import pytest
 import tiny  # skips without transformers
 import torch
@@ -724,3 +726,88 @@ def test_configurations_of_transformers_are_read_by_attribute():
     for part in (plain, patched):
         part.held.factor = 3
     assert torch.equal(patched(ROWS), plain(ROWS))
+
+
+def test_programs_look_a_modules_class_up_in_tables():
+    plain, patched = pair(nn.Sequential(nn.LayerNorm(64), MLP(), Norm()))
+    table = {type(module): name for name, module in plain.named_modules()}
+    for name, module in patched.named_modules():
+        before, after = type(plain.get_submodule(name)), type(module)
+        assert table[after] == table[before] and before in {after}
+        assert after == before and not after != before
+    norm, mlp, other = (type(module) for module in patched)
+    assert len({norm, mlp, other, nn.LayerNorm}) == 3 and norm is not nn.LayerNorm and norm != mlp
+    assert norm == mock.ANY and norm != "a name"
+    derived = type("Derived", (norm,), {})  # as FSDP2 and parametrizations do
+    assert derived not in table and derived != norm and len({derived, norm, derived}) == 2
+    assert isinstance(plain[0], norm) and issubclass(nn.LayerNorm, norm) and not issubclass(mlp, norm)
+    assert not isinstance(plain[0], derived) and not issubclass(norm, derived) and issubclass(derived, norm)
+
+
+class Clamped(MLP):
+    def __init__(self):
+        super().__init__()
+        self.limit = 0.25
+
+    def product(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return F.silu(gate.clamp(max=self.limit)) * up.clamp(min=-self.limit, max=self.limit)
+
+
+class Dropping(MLP):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def product(self, x):
+        return self.drop(super().product(x))
+
+
+def results(module, calls=2):
+    """Return the results of calls of the MLP, or their errors, and the inputs of its projections."""
+    kept, found = [], []
+    for projection in (module.gate_proj, module.up_proj, module.down_proj):
+        projection.register_forward_pre_hook(lambda _, args: kept.append(args[0].detach()))
+    for _ in range(calls):
+        torch.manual_seed(0)
+        try:
+            found.append(module(ROWS))
+        except Exception as error:
+            found.append(str(error))
+    return found, kept
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("module", [MLP, Clamped, Dropping])
+def test_an_error_of_a_hook_ends_the_call(module, name):
+    seen = []
+
+    def refuse_once(*args):
+        seen.append(1)
+        if len(seen) % 2:
+            raise ValueError("bad values")
+
+    models = pair(module())
+    for model in models:
+        getattr(model, name).register_forward_hook(refuse_once)
+    expected, found = map(results, models)
+    assert found[0][0] == expected[0][0] == "bad values" and len(found[1]) == len(expected[1])
+    torch.testing.assert_close((found[0][1], found[1]), (expected[0][1], expected[1]))
+
+
+@pytest.mark.parametrize("limit", [0.5, 2, 0, -1.0, float("nan"), torch.tensor(0.5), np.float64(0.5)], ids=repr)
+def test_a_limit_that_a_program_sets(limit):
+    models = pair(Clamped())
+    assert type(models[1]).liger_match.op == "clamped_swiglu"
+    for model in models:
+        model.limit = limit
+    torch.testing.assert_close(*map(results, models), equal_nan=True)
+
+
+@pytest.mark.parametrize("projection", [nn.Linear(32, 1), Wide(32, 48)], ids=["one", "fp64"])
+def test_results_of_a_clamped_mlps_projections_that_torch_expands(projection):
+    models = pair(Clamped())
+    for model in models:
+        model.up_proj = copy.deepcopy(projection)
+    expected, found = map(results, models)
+    assert str(expected) == str(found)

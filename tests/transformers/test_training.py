@@ -101,14 +101,16 @@ def test_sharded_by_fsdp2(units, process_group):
 
     plain, patched = tiny.pair()
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    if units != "root":
-        for layer in patched.model.layers:
-            fully_shard(layer, mesh=mesh)
-    if units == "layers and head":
-        fully_shard(patched.lm_head, mesh=mesh, reshard_after_forward=True)
-    if units == "norm with head":
-        fully_shard([patched.model.norm, patched.lm_head], mesh=mesh, reshard_after_forward=False)
-    fully_shard(patched, mesh=mesh)
+    for model in (plain, patched):  # FSDP2 keeps a table of classes
+        if units != "root":
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+        if units == "layers and head":
+            fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=True)
+        if units == "norm with head":
+            fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh)
+    assert "liger_original" not in dir(type(plain)) and "liger_original" in dir(type(patched))
     for _ in range(2):
         expected, found = tiny.call(plain, **tiny.tokens()), tiny.call(patched, **tiny.tokens())
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
@@ -117,7 +119,7 @@ def test_sharded_by_fsdp2(units, process_group):
         with pytest.raises(RuntimeError, match="sharded"):
             found.logits.sum()
     for p, q in zip(plain.parameters(), patched.parameters()):
-        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad.full_tensor(), rtol=1e-3, atol=1e-5)
 
 
 def test_replicas_of_data_parallel_return_what_it_can_gather():
@@ -134,3 +136,15 @@ def test_two_models_of_a_family_train_side_by_side(tmp_path):
     curves = [train(m, tmp_path) for m in (plain, patched, other)]
     for curve in curves[1:]:
         assert_same_curve(curve, curves[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_layers_that_torch_quantises_by_their_class():
+    plain, patched = (
+        torch.ao.quantization.quantize_dynamic(model.eval(), {torch.nn.Linear}, dtype=torch.qint8)
+        for model in tiny.pair()
+    )
+    assert type(patched.lm_head) is type(plain.lm_head) is torch.ao.nn.quantized.dynamic.Linear
+    for labels in ({}, {"labels": None}):
+        tokens = tiny.tokens() | labels
+        assert torch.equal(patched(**tokens).logits, plain(**tokens).logits)
