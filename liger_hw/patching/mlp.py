@@ -116,7 +116,7 @@ def _gate_and_up(module, names, x):
 
 
 def _fit_each_other(gate, up):
-    """Tell whether an op takes both. Torch may expand what projections return that a program set later."""
+    """Tell whether an op takes both."""  # torch may expand what projections return that a program set later
     return up is None or (gate.shape, gate.dtype, gate.device) == (up.shape, up.dtype, up.device)
 
 
