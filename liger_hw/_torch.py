@@ -148,10 +148,10 @@ def keep_unsharded(module) -> list:
 
 
 def reshard_again(kept) -> None:
-    """Undo `keep_unsharded`, and free the whole weights now unless a backward needs them next."""
+    """Undo `keep_unsharded`, and shard the weights as FSDP2 does after a module's forward."""
     for group, mesh in kept:
         group.post_forward_mesh_info = mesh
-        if not torch.is_grad_enabled():
+        with group.use_training_state(type(group._training_state).FORWARD):  # which the mesh after a forward needs
             group.reshard()
 
 

@@ -52,8 +52,8 @@ WRAPPED_BY_FSDP1 = (
 )
 SERVED = "liger_hw_served"  # keyword argument beside such options: a list, to which the loss adds
 UNSERVED = (
-    "none here: the model's forward does not pass it to transformers' ForCausalLMLoss, a program replaced one of them, "
-    "or the patch left the loss"
+    "none here: the model's forward does not pass it to transformers' ForCausalLMLoss, a program replaced one of them "
+    "or entered a mode of torch's functions or operations, or the patch left the loss"
 )
 NO_HUGGING_FACE_MODEL = (
     "no Hugging Face model, so its loss stays: call liger_hw.fused_linear_cross_entropy(hidden, weight of the head, "

@@ -115,12 +115,11 @@ def _like_its_original(metaclass):
         return same or metaclass.__eq__(cls, other)
 
     def by_original(name):
-        method = getattr(metaclass, name)
+        method = getattr(type, name)  # ABCMeta's would ask the subclasses of the original, and so this one, for ever
         return lambda cls, *others: method(_unpatched(cls), *others)
 
     names = ("__hash__", "__instancecheck__", "__subclasscheck__")
-    members = {name: by_original(name) for name in names}
-    return type(metaclass.__name__, (metaclass,), {"__eq__": equal} | members)
+    return type(metaclass.__name__, (metaclass,), {"__eq__": equal} | {name: by_original(name) for name in names})
 
 
 def _unpatched(cls):

@@ -114,6 +114,8 @@ def test_sharded_by_fsdp2(units, process_group):
     for _ in range(2):
         expected, found = tiny.call(plain, **tiny.tokens()), tiny.call(patched, **tiny.tokens())
         torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=0)
+        # a program may use the parameters next, and not the backward
+        assert [type(p) for p in patched.parameters()] == [type(p) for p in plain.parameters()]
         expected.loss.backward(), found.loss.backward()
         assert tiny.is_lazy(found)
         with pytest.raises(RuntimeError, match="sharded"):
