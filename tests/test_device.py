@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from liger_hw import tuning
+from liger_hw import tuning, use_backend
 from liger_hw._triton import interpreting
 from liger_hw.backends import detected
 from liger_hw.dispatch import OPS
@@ -82,8 +82,13 @@ def _other(x):
     return x.detach().flip(0).clone().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x
 
 
+# compiled, gradients of experts add in another order, convolutions have other kernels, and adapters add out of place
+ROUND_OTHERWISE_COMPILED = ("experts", "multi_token_attention", "lora_linear", "lora_glu_linear")
+
+
 @pytest.mark.parametrize("op", sorted(CASES))
-def test_compiles_without_a_break(op, device):
+def test_compiles_without_a_break(op, device, monkeypatch):
+    monkeypatch.undo()  # of the memory that conftest.py fills with NaN, which the compiler would trace
     torch.manual_seed(0)
     for inputs, options in list(training_cases(op, torch.bfloat16, device))[:4]:
         torch._dynamo.reset()
@@ -92,12 +97,12 @@ def test_compiles_without_a_break(op, device):
             def forward(self, *inputs):
                 return flat(OPS[op](*inputs, **options))  # noqa: B023
 
-        # in a graph, sums of the gradients of experts have another order, and a compiled convolution has other kernels
-        if op in ("experts", "multi_token_attention"):
+        if op in ROUND_OTHERWISE_COMPILED:
             check(OPS[op], inputs, options, "triton", compiled=torch.compile(OPS[op], fullgraph=True))
             continue
         leaves = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]
-        out = torch.compile(Module(), fullgraph=True)(*inputs)
+        with use_backend("triton"):  # the compiler computes small tensors of some ops by itself
+            out = torch.compile(Module(), fullgraph=True)(*inputs)
         found = [out, *(torch.autograd.grad(out, leaves, torch.ones_like(out)) if leaves else ())]
         for a, b in zip(found, step(op, inputs, options)):
             assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{op} {options}"
