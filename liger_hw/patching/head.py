@@ -229,9 +229,11 @@ def patched_heads(layer, take_new):
     """Return the patched heads in a model's output layer.
 
     Args:
+        layer: what `get_output_embeddings` of the program returns, a module or anything else.
         take_new: patch a head that the program set after `patch`, as `resize_token_embeddings` does.
     """
-    heads = [module for module in layer.modules() if getattr(module, "liger_is_head", False)]
+    modules = layer.modules() if isinstance(layer, torch.nn.Module) else ()
+    heads = [module for module in modules if getattr(module, "liger_is_head", False)]
     if heads or not take_new or torch.compiler.is_compiling():
         return heads
     matches = match_heads(layer)

@@ -286,7 +286,7 @@ class CausalLMMatch(ModelMatch):
             lazily = lazily and not is_exporting()  # which keeps no gradients from the forward
             layer = head_of(self)
             heads = patched_heads(layer, take_new=lazily)
-            if lazily and any(map(is_wrapped_by_fsdp1, layer.modules())):
+            if lazily and heads and any(map(is_wrapped_by_fsdp1, layer.modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
             with armed(self, heads, Forward() if lazily else None):

@@ -119,7 +119,10 @@ def _like_its_original(metaclass):
         return lambda cls, *others: method(_unpatched(cls), *others)
 
     names = ("__hash__", "__instancecheck__", "__subclasscheck__")
-    return type(metaclass.__name__, (metaclass,), {"__eq__": equal} | {name: by_original(name) for name in names})
+    members = {"__eq__": equal} | {name: by_original(name) for name in names}
+    like_its_original = type(metaclass.__name__, (metaclass,), members)
+    copyreg.pickle(like_its_original, _reduce_class)
+    return like_its_original
 
 
 def _unpatched(cls):
@@ -214,9 +217,19 @@ def _reduce(self, protocol):
     return _rebuild, (original, cls.liger_match, cls.liger_digest), state, *more
 
 
+def _reduce_class(cls):
+    if "liger_original" not in vars(cls):  # derived from a patched class: pickle looks its name up
+        return cls.__qualname__
+    return _rebuild_class, (cls.liger_original, cls.liger_match, cls.liger_digest)
+
+
 def _rebuild(original, match, digest):
-    """Return a patched instance, or an unpatched one if the original's code has changed."""
+    return object.__new__(_rebuild_class(original, match, digest))
+
+
+def _rebuild_class(original, match, digest):
+    """Return the patched class, or the original if its code has changed."""
     cls = _classes.get(original, {}).get((match, digest))
     if cls is None and match.digest(original) == digest:
         cls = _class_for(original, match, digest)
-    return object.__new__(cls or original)
+    return cls or original

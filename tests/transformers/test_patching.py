@@ -1,6 +1,7 @@
 """Check that patching changes nothing but speed and memory."""
 
 import copy
+import functools
 import importlib
 import io
 import logging
@@ -235,6 +236,17 @@ def test_pickles_come_back_patched(through):
     assert classes(loaded) == classes(plain)
 
 
+def test_classes_of_patched_modules_pickle():
+    _, patched = tiny.pair()
+    for module in patched.modules():
+        assert pickle.loads(pickle.dumps(type(module))) is type(module)
+    held = {type(module) for module in patched.modules()}
+    assert pickle.loads(pickle.dumps(held)) == held and copy.deepcopy(held) == held
+    derived = type("Derived", (type(patched.lm_head),), {})
+    with pytest.raises((pickle.PicklingError, AttributeError), match="Derived"):  # as of any class without a module
+        pickle.dumps(derived)
+
+
 @pytest.mark.parametrize("act", ["gelu_pytorch_tanh", "gelu_new", "silu", "relu", "gelu"])
 def test_every_activation_pickles(act):
     _, patched = tiny.pair("gemma2", hidden_activation=act)
@@ -444,6 +456,30 @@ def test_the_reason_names_what_the_op_lacks():
     assert left == ["its forward takes 2 inputs, and an MLP's op takes one", "computes softplus, which no op does"]
     assert liger_hw.patch(LanguageModel()).left["LanguageModel", NO_HUGGING_FACE_MODEL] == 1
     assert "LanguageModel" not in dict(liger_hw.patch(tiny.model()).left)
+
+
+HEADS = {  # what a program's `get_output_embeddings` may do after `patch`
+    "none": lambda model: None,
+    "raises": lambda model: model.no_such_name,
+    "weight": lambda model: model.lm_head.weight,
+    "other": lambda model: model.model.norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:a program replaced the model's head")
+@pytest.mark.parametrize("kind", [*HEADS, "callable"])
+def test_a_head_that_a_program_hides(kind):
+    plain, patched = tiny.pair()
+    for model in (plain, patched):
+        if kind == "callable":
+            head = model._modules.pop("lm_head")
+            model.__dict__["lm_head"] = lambda x, head=head: head(x) * 2
+        else:
+            model.get_output_embeddings = functools.partial(HEADS[kind], model)
+    tiny.assert_learns_alike(plain, patched, fused=False, **tiny.tokens())
+    for model in (plain, patched):
+        model.eval()
+    torch.testing.assert_close(logits(patched), logits(plain))
 
 
 class Scripted(torch.nn.Module):

@@ -85,7 +85,8 @@ def rope(
         >>> q, k = liger_hw.rope(q, k, angles.cos(), angles.sin())
     """
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return tuple(None if x is None else _in_memory_order(x, cos, sin, layout, shared, wide) for x in (q, k))
+    # no generator, in which StopIteration of a program's hook would become another error
+    return tuple([None if x is None else _in_memory_order(x, cos, sin, layout, shared, wide) for x in (q, k)])
 
 
 @rope.shards
