@@ -16,12 +16,13 @@ import types
 import torch
 from torch import nn
 
+from liger_hw.patching.hooks import original_class
 from liger_hw.patching.recognition import recognise
 from liger_hw.patching.rotary import match_rotation
 from liger_hw.patching.rotation import replacement
 
 DEVICES = ("cuda", "rocm", "xpu")
-_forwards = {}  # (class, whether it has a weight) -> function (module, *inputs) that computes its forward
+_forwards = {}  # (class, (is it unpatched, has it a weight)) -> function (module, *inputs) that computes its forward
 _replaced = []  # (owner, name or key, the original there or None)
 
 
@@ -74,7 +75,8 @@ class Repository:
 
 
 def _forward_of(module):
-    key = type(module), getattr(module, "weight", None) is not None
+    # a patched class equals its original
+    key = type(module), (type(module) is original_class(module), getattr(module, "weight", None) is not None)
     if key in _forwards:
         return _forwards[key]
     if torch.compiler.is_compiling():  # it cannot trace a proof, which `kernelize` has usually made before

@@ -47,23 +47,36 @@ class _Loss(nn.Module):
     def __setattr__(self, name, value):
         has_a_property = inspect.isdatadescriptor(getattr(type(self), name, None))  # of a subclass
         if has_a_property or "options" not in self.__dict__ or name not in self._names():
-            return super().__setattr__(name, value)
-        if isinstance(value, (nn.Parameter, nn.Module)) or name in self._registered():
-            self.options = {other: option for other, option in self.options.items() if other != name}
+            super().__setattr__(name, value)
+        elif isinstance(value, (nn.Parameter, nn.Module)) or name in self._registered():
+            if self._uses_registered:
+                self._drop(name)
             super().__setattr__(name, value)
         else:
             self.options = {**self.options, name: value}  # not that of a shallow copy, which shares the dictionary
 
+    def __delattr__(self, name):
+        if name in self.__dict__.get("options", {}):
+            self._drop(name)
+        else:
+            super().__delattr__(name)
+
+    def _drop(self, name):
+        self.options = {other: value for other, value in self.options.items() if other != name}
+
     def _registered(self):
-        kinds = (self.__dict__.get(kind, {}) for kind in ("_parameters", "_buffers", "_modules"))
-        return {name: value for kind in kinds for name, value in kind.items()}
+        kinds = (self._parameters, self._buffers, self._modules)
+        return {name: value for kind in kinds for name, value in kind.items() if value is not None}
+
+    # a subclass with a forward may have a parameter of an option's name for itself
+    _uses_registered = property(lambda self: type(self).forward is _Loss.forward)
 
     def forward(self, *tensors, **more):
-        registered = {}
-        if type(self).forward is _Loss.forward:  # a subclass may have a parameter of an option's name for itself
+        registered = self._registered() if self._uses_registered else None
+        if registered:
             names = self._names()
-            registered = {name: value for name, value in self._registered().items() if name in names}
-        return self.function(*tensors, **{**self.options, **registered, **more})
+            more = {name: value for name, value in registered.items() if name in names} | more
+        return self.function(*tensors, **{**self.options, **more})
 
     def extra_repr(self):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

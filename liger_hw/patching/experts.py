@@ -116,16 +116,17 @@ def _gate_of(original, op_name, options, names, unchanged):
     interleaved, split = names["split"] == "interleaved", gates.HALVES[names["split"]]
 
     def _apply_gate(self, gate_up_out):
-        fits = unchanged(self) and witnesses.cover(gate_up_out) and gate_up_out.shape[-1] % 2 == 0
-        if not fits or takes_numbers and not gates.takes_numbers(self, names):
+        if not unchanged(self) or not witnesses.cover(gate_up_out):
             return original._apply_gate(self, gate_up_out)
-        if takes_whole_rows:
-            return op(gate_up_out, interleaved=interleaved, **options, **gates.numbers(self, names))
-        gate, up = split(gate_up_out)
-        if takes_numbers:
-            return op(gate, up, **options, **gates.numbers(self, names))
-        in_place = gate.stride(-1) == 1 and gate_up_out.is_contiguous() and not gate_up_out.is_leaf
-        return op(gate, up, **options, in_place=in_place)
+        is_result = gate_up_out.is_contiguous() and not gate_up_out.is_leaf
+        try:
+            if takes_whole_rows:
+                return op(gate_up_out, interleaved=interleaved, **options, **gates.numbers(self, names))
+            gate, up = split(gate_up_out)
+            in_place = {"in_place": is_result and gate.stride(-1) == 1}
+            return op(gate, up, **options, **(gates.numbers(self, names) if takes_numbers else in_place))
+        except ValueError:  # a limit that the op does not take
+            return original._apply_gate(self, gate_up_out)
 
     return _apply_gate
 

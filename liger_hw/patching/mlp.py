@@ -19,7 +19,7 @@ from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match, compiles_by_itself
 from liger_hw.patching.pins import AttributePin
-from liger_hw.patching.projection import is_projection, project_both, project_down, return_new_memory
+from liger_hw.patching.projection import is_projection, project_both, project_by_op, return_new_memory
 from liger_hw.patching.reading import read
 from liger_hw.patching.values import foreign
 
@@ -38,7 +38,7 @@ class MLPMatch(Match):
 
     def pins(self, original):
         pins, shadowed = super().pins(original)
-        return [*pins, *read(torch.nn.Linear).pins], shadowed  # `project_down` does not call the last projection
+        return [*pins, *read(torch.nn.Linear).pins], shadowed  # `project_by_op` does not call the last projection
 
     def reason_against(self, original):
         if read(original).sets_autocast:
@@ -66,17 +66,17 @@ class MLPMatch(Match):
                 return compute(self, names, args[0], clamped, options) if fits else original.forward(self, *args)
             gate, up = _gate_and_up(self, names, args[0])
             producers = [getattr(self, name) for name in producer_names]
-            try:
-                if dropout_name and _drops(self, dropout_name):
+            drops, projected = dropout_name and _drops(self, dropout_name), False
+            try:  # without calls of the program's modules, whose errors are the program's
+                if drops:
                     y = unit(gate, up, activation, in_place=return_new_memory(producers))
-                    y = down(_dropped(self, dropout_name, y))
                 else:
-                    y = project_down(down, gate, up, activation, producers)
-            except ValueError:
-                if _fit_each_other(gate, up):
-                    raise
+                    y, projected = project_by_op(down, gate, up, activation, producers)
+            except ValueError:  # projections that a program set later, whose results torch expands or refuses
                 y = activate.reference(gate, activation)
-                y = down(_dropped(self, dropout_name, y if up is None else y * up))
+                y = y if up is None else y * up
+            if not projected:
+                y = down(_dropped(self, dropout_name, y) if drops else y)
             return _after_down(self, names, y)
 
         return {"forward": forward}
@@ -92,10 +92,8 @@ def compute(module, names, x, unit_or_reference, options):
         options = options | gates.numbers(module, names)
         try:
             y = unit_or_reference(gate, up, **options)
-        except ValueError:
-            if _fit_each_other(gate, up):
-                raise
-            y = unit_or_reference.reference(gate, up, **options)
+        except ValueError:  # as above
+            y = getattr(unit_or_reference, "reference", unit_or_reference)(gate, up, **options)
     y = _dropped(module, names.get("dropout_before"), y)
     return _after_down(module, names, getattr(module, names["down"])(y))
 
@@ -113,11 +111,6 @@ def _gate_and_up(module, names, x):
         gate, up = gates.HALVES["up first" if names.get("up_first") else "gate first"](gate(x))
     scale = names.get("gate_scale")
     return gate if scale is None else gate * getattr(module, scale), up
-
-
-def _fit_each_other(gate, up):
-    """Tell whether an op takes both."""  # torch may expand what projections return that a program set later
-    return up is None or (gate.shape, gate.dtype, gate.device) == (up.shape, up.dtype, up.device)
 
 
 def _after_down(module, names, y):

@@ -32,23 +32,34 @@ class Adapted(NamedTuple):
     magnitudes: torch.Tensor | None = None
 
 
-def project_down(down, gate, up, activation, producers):
-    """Compute down(f(gate) * up), backward in place where nobody else may read the inputs.
+def project_down(down, *others):
+    """Compute down(f(gate) * up); arguments as `project_by_op`."""
+    y, is_projected = project_by_op(down, *others)
+    return y if is_projected else down(y)
+
+
+def project_by_op(down, gate, up, activation, producers):
+    """Compute down(f(gate) * up), or f(gate) * up, by an op.
+
+    The backward is in place where nobody else may read the inputs.
 
     Args:
-        down: the last projection. Unless it is a plain linear layer, alone or with an adapter without dropout, the
-            function calls it, and it saves its input.
+        down: the last projection. Unless it is a plain linear layer, alone or with an adapter without dropout, it is
+            for the caller to call, and saves its input.
         gate, up: (..., C), outputs of earlier projections; up None: down(f(gate)).
         activation: one of `glu.ACTIVATIONS`.
         producers: the modules whose outputs `gate` and `up` are.
+
+    Returns:
+        (result, whether it is projected).
     """
     in_place = return_new_memory(producers)
     if is_plain_linear(down) and is_plain(gate, up):
-        return glu_linear(gate, up, down.weight, down.bias, activation, in_place=in_place)
+        return glu_linear(gate, up, down.weight, down.bias, activation, in_place=in_place), True
     adapter = adapter_of(down, gate) if is_plain(up) else None
     if adapter is not None:
-        return lora_glu_linear(gate, up, *adapter, activation, in_place)
-    return down(unit(gate, up, activation, in_place=in_place))
+        return lora_glu_linear(gate, up, *adapter, activation, in_place), True
+    return unit(gate, up, activation, in_place=in_place), False
 
 
 def project_both(gate, up, x):

@@ -12,8 +12,6 @@ import logging
 import types
 import weakref
 
-import torch
-
 from liger_hw._torch import init_abc
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.reading import all_code, instructions_of
@@ -61,6 +59,17 @@ def is_changed_since(module):
     return hasattr(type(module), "liger_original") and not is_swapped(module)
 
 
+class _Unregistered:
+    """Base of patched classes, because of which the original's `__init_subclass__` does not see them.
+
+    It is no module: in lists of all modules' subclasses the original comes before the patched class.
+    """
+
+    def __init_subclass__(cls, **options):
+        if "liger_original" not in vars(cls):
+            super().__init_subclass__(**options)
+
+
 _classes = weakref.WeakKeyDictionary()  # class of a module -> {(match, digest of its code): weak patched class}
 
 
@@ -106,21 +115,27 @@ def _like_its_original(metaclass):
     """Return the class of patched classes, which equal their originals and have their instances.
 
     Programs look modules up in tables by their class, and compare classes. Only torch.distributed tells the two apart,
-    because FSDP2 keeps a subclass of each class in such a table.
+    because FSDP2 keeps a subclass of each class in such a table. It derives from ABCMeta, so that a program may derive
+    a class from a patched and an abstract one.
     """
+    metaclass = abc.ABCMeta if metaclass is type else metaclass
 
     def equal(cls, other):
-        caller = inspect.currentframe().f_back.f_globals.get("__name__", "")
-        same = not caller.startswith("torch.distributed.") and _unpatched(cls) is _unpatched(other)
-        return same or metaclass.__eq__(cls, other)
+        caller = inspect.currentframe().f_back
+        tells_apart = caller and caller.f_globals.get("__name__", "").startswith("torch.distributed.")
+        return not tells_apart and _unpatched(cls) is _unpatched(other) or metaclass.__eq__(cls, other)
 
     def by_original(name):
-        method = getattr(type, name)  # ABCMeta's would ask the subclasses of the original, and so this one, for ever
-        return lambda cls, *others: method(_unpatched(cls), *others)
+        def method(cls, *others):
+            # ABCMeta's method would ask the original's subclasses, and so this one, for ever
+            original = _unpatched(cls)
+            return getattr(metaclass if original is cls else type, name)(original, *others)
+
+        return method
 
     names = ("__hash__", "__instancecheck__", "__subclasscheck__")
     members = {"__eq__": equal} | {name: by_original(name) for name in names}
-    like_its_original = type(metaclass.__name__, (metaclass,), members)
+    like_its_original = type(metaclass.__name__, (_Unregistered, metaclass), members | {"liger_original": metaclass})
     copyreg.pickle(like_its_original, _reduce_class)
     return like_its_original
 
@@ -145,12 +160,14 @@ def reason_against(cls):
     return None
 
 
+TELLS = {"__eq__", "__hash__", "__getattr__", "__getattribute__", "__instancecheck__", "__subclasscheck__"}
+
+
 def reason_against_metaclass(cls):
     """Return why tables of classes and pins would not see what `cls` is, or None."""
     for base in type(cls).__mro__:
         if not is_known(base):
-            names = {"__eq__", "__hash__", "__getattr__", "__getattribute__"} & vars(base).keys()
-            return f"the class of its class defines {min(names)}()" if names else None
+            return f"the class of its class defines {min(names)}()" if (names := TELLS & vars(base).keys()) else None
     return None
 
 
@@ -173,14 +190,6 @@ def _tells_a_subclass(code, takes_class):
             if is_class and not reads and not after.opname.startswith(("FORMAT", "CONVERT")):
                 return True
     return False
-
-
-class _Unregistered(torch.nn.Module):
-    """Base of patched classes, because of which the original's `__init_subclass__` does not see them."""
-
-    def __init_subclass__(cls, **options):
-        if "liger_original" not in vars(cls):
-            super().__init_subclass__(**options)
 
 
 def _get_name(self):

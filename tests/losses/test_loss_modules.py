@@ -65,6 +65,21 @@ def test_a_tensor_set_later_is_an_option(registered):
     if registered:
         loss(x, w, labels)[0].backward()
         assert loss.bias.grad.norm() > 0
+    del loss.bias, loss.beta
+    assert torch.equal(loss(x, w, labels)[0], PreferenceLoss(loss_type="simpo")(x, w, labels)[0])
+
+
+def test_an_option_and_a_parameter_of_a_subclass_cannot_share_a_name():
+    class Learning(PreferenceLoss):
+        def __init__(self):
+            super().__init__(beta=0.7)
+            self.beta = torch.nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, *tensors):
+            return super().forward(*tensors)
+
+    with pytest.raises(KeyError, match="attribute 'beta' already exists"):
+        Learning()
 
 
 def test_a_subclass_may_learn_a_number():

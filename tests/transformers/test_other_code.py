@@ -1,5 +1,6 @@
 """Compare patched modules with plain ones where objects compute, or a program replaces their code."""
 
+import abc
 import builtins
 import contextlib
 import copy
@@ -443,6 +444,16 @@ def test_results_of_projections_that_torch_expands(name, projection):
         assert torch.equal(patched(ROWS), plain(ROWS))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parameters_of_the_last_projection_that_torch_expands(dtype):
+    plain, patched = pair(MLP().to(dtype))
+    for module in (plain, patched):
+        module.down_proj.bias = nn.Parameter(torch.ones(1, dtype=dtype))
+    assert torch.equal(patched(ROWS.to(dtype)), plain(ROWS.to(dtype)))
+    with torch.device("meta"):
+        assert patched.to("meta")(ROWS.to("meta", dtype)).shape == ROWS.shape
+
+
 class Described(type):
     def __getattr__(cls, name):
         return getattr(torch, name)
@@ -728,6 +739,13 @@ def test_configurations_of_transformers_are_read_by_attribute():
     assert torch.equal(patched(ROWS), plain(ROWS))
 
 
+def all_subclasses(cls):
+    found = [cls]
+    for subclass in cls.__subclasses__():
+        found += all_subclasses(subclass)
+    return set(found)
+
+
 def test_programs_look_a_modules_class_up_in_tables():
     plain, patched = pair(nn.Sequential(nn.LayerNorm(64), MLP(), Norm()))
     table = {type(module): name for name, module in plain.named_modules()}
@@ -738,6 +756,9 @@ def test_programs_look_a_modules_class_up_in_tables():
     norm, mlp, other = (type(module) for module in patched)
     assert len({norm, mlp, other, nn.LayerNorm}) == 3 and norm is not nn.LayerNorm and norm != mlp
     assert norm == mock.ANY and norm != "a name"
+    originals = {nn.LayerNorm, MLP, Norm}  # a set of all subclasses, as DeepSpeed makes, has these and no patched one
+    assert all(any(cls is original for cls in all_subclasses(nn.Module)) for original in originals)
+    assert isinstance(type("Abstract", (abc.ABC, norm), {})(4), nn.LayerNorm)
     derived = type("Derived", (norm,), {})  # as FSDP2 and parametrizations do
     assert derived not in table and derived != norm and len({derived, norm, derived}) == 2
     assert isinstance(plain[0], norm) and issubclass(nn.LayerNorm, norm) and not issubclass(mlp, norm)
