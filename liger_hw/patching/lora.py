@@ -25,7 +25,7 @@ from liger_hw.patching.copies import watched
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.lora_parameters import is_wrapper, match_parameter
 from liger_hw.patching.match import Match, remember
-from liger_hw.patching.projection import Adapted
+from liger_hw.patching.projection import Adapted, adapter_layers
 from liger_hw.patching.reading import Pin, read
 from liger_hw.patching.shared_inputs import result_of
 from liger_hw.patching.summary import Summary
@@ -283,8 +283,10 @@ def served(lora, x):
     dtype, device, parts = x.dtype, x.device, lora._modules  # an attribute of a module costs 0.5 us
     if dtype not in KERNEL_DTYPES or x.ndim < 2 or device.type == "meta":
         return None
-    known = parts["lora_A"]._modules
-    adapters = [_adapter(lora, name) for name in lora.active_adapters if name in known]
+    layers = adapter_layers(lora, "lora_A", "lora_B", "lora_dropout")
+    if layers is None:
+        return None
+    adapters = [_adapter(lora, name, layers) for name in lora.active_adapters if name in layers[0]]
     if not adapters or None in adapters or not getattr(lora, "cast_input_dtype_enabled", True):
         return None
     base, first = parts["base_layer"], adapters[0]
@@ -325,12 +327,12 @@ def _weight_and_bias(linear):
     return None, None
 
 
-def _adapter(lora, name):
+def _adapter(lora, name, layers):
     """Return the `Adapted` of one adapter without its layer, None where PEFT must compute."""
-    parts = lora._modules
-    lora_a, bias_a = _weight_and_bias(parts["lora_A"]._modules[name])
-    lora_b, bias = _weight_and_bias(parts["lora_B"]._modules[name])
-    rate, scaling = _rate(parts["lora_dropout"]._modules[name]), lora.scaling[name]
+    layers_a, layers_b, dropouts = layers
+    lora_a, bias_a = _weight_and_bias(layers_a[name])
+    lora_b, bias = _weight_and_bias(layers_b[name])
+    rate, scaling = _rate(dropouts[name]), lora.scaling[name]
     if rate is None or not isinstance(scaling, (int, float)) or lora_a is None or lora_b is None:
         return None
     fits = bias_a is None and lora_a.dtype in KERNEL_DTYPES
@@ -343,7 +345,8 @@ def _with_magnitudes(lora, name, adapter):
     attribute = dict(type(lora).liger_match.names).get("magnitudes")
     if attribute is None or adapter is None or adapter.bias is not None or adapter.dropout:
         return None
-    layer = lora._modules[attribute]._modules.get(name)
+    layers = adapter_layers(lora, attribute)
+    layer = layers[0].get(name) if layers else None
     if [type(lora.lora_variant[name]), type(layer)] != _dora_classes():
         return None
     magnitudes = layer.weight

@@ -15,7 +15,7 @@ from liger_hw.patching.copies import watched
 from liger_hw.patching.experts import match_experts
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.match import Match
-from liger_hw.patching.projection import is_plain_linear
+from liger_hw.patching.projection import adapter_layers, is_plain_linear
 from liger_hw.patching.reading import Pin
 from liger_hw.patching.swapping import is_swapped, original_class
 
@@ -129,11 +129,13 @@ def _by_expert(a, b, scaling, experts):
 def _factors(wrapper):
     if wrapper.disable_adapters or wrapper.merged:
         return None
-    parts, adapters = wrapper._modules, []
+    parts, adapters = adapter_layers(wrapper, "lora_A", "lora_B"), []
+    if parts is None:
+        return None
     weight = getattr(wrapper.get_base_layer(), wrapper.parameter_name)
     for name in wrapper.active_adapters:
-        if name in parts["lora_A"]._modules:
-            layers, scaling = [parts[part]._modules[name] for part in ("lora_A", "lora_B")], wrapper.scaling[name]
+        if name in parts[0]:
+            layers, scaling = [part[name] for part in parts], wrapper.scaling[name]
             if not all(map(is_plain_linear, layers)) or not isinstance(scaling, (int, float)) or weight.ndim != 3:
                 return None
             a, b = (layer.weight for layer in layers)

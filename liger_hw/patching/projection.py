@@ -80,6 +80,15 @@ def adapter_of(module, x):
     return None if adapted is None or adapted.dropout or adapted.magnitudes is not None else adapted[:5]
 
 
+def adapter_layers(lora, *names):
+    """Return {adapter: layer} of PEFT's containers, or None where a program set its own."""
+    containers = [*map(lora._modules.get, names)]
+    for container in containers:
+        if type(container) is not torch.nn.ModuleDict:
+            return None
+    return [container._modules for container in containers]
+
+
 def return_new_memory(modules):
     """Tell whether a backward may write over the outputs of `modules`: nobody else holds them."""
     return not has_global_module_hooks() and all(map(_returns_new_memory, modules))

@@ -1,6 +1,7 @@
 """PEFT's LoRA layers in every state: patched ones beside plain ones, by the parity rule against float64."""
 
 import copy
+import functools
 
 import pytest
 import tiny
@@ -387,7 +388,53 @@ def set_cast(wrapped):
     layer_of(wrapped)._cast_input_dtype = lambda x, dtype: x * 2
 
 
-@pytest.mark.parametrize("change", [set_class, set_norms, set_cast])
+class Twice(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs) * 2
+
+
+class Gated(torch.nn.ModuleDict):
+    """PEFT's container with an adapter's strength, as a program may write it."""
+
+    def __getitem__(self, name):
+        return Twice(super().__getitem__(name))
+
+
+class Box(torch.nn.Module):
+    """A container that is no ModuleDict."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def __getattr__(self, name):
+        return getattr(super().__getattr__("layers"), name) if name == "keys" else super().__getattr__(name)
+
+    def __contains__(self, name):
+        return name in self.layers
+
+    def __getitem__(self, name):
+        return Twice(self.layers[name])
+
+
+def set_container(wrapped, name, cls):
+    inner = layer_of(wrapped)._modules[name]
+    setattr(layer_of(wrapped), name, cls(inner))
+    if cls is Gated:
+        layer_of(wrapped)._modules[name]._modules = inner._modules
+
+
+SET_CONTAINERS = [
+    functools.partial(set_container, name=name, cls=cls)
+    for name in ("lora_B", "lora_dropout") for cls in (Gated, Box)  # PEFT reads the weight of "lora_A"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [set_class, set_norms, set_cast, *SET_CONTAINERS])
 def test_code_replaced_on_a_layer(change):
     plain, patched = pair(use_dora=True)
     for wrapped in (plain, patched):

@@ -10,7 +10,7 @@ from torch import nn
 
 import liger_hw
 from liger_hw.patching import mlp as mlp_matches
-from liger_hw.patching.projection import is_plain_linear, project_down
+from liger_hw.patching.projection import is_plain_linear, project_by_op
 from liger_hw.transformers import LigerGEGLUMLP, LigerSwiGLUMLP
 
 CONFIG = types.SimpleNamespace(hidden_size=16, intermediate_size=40, hidden_act="silu")
@@ -234,13 +234,13 @@ def test_hooks_on_the_activation_of_a_patched_mlp_fire(family, monkeypatch):
             handle.remove()
         calls = []
         with monkeypatch.context() as counted:
-            counted.setattr(mlp_matches, "project_down", _counting(calls))
+            counted.setattr(mlp_matches, "project_by_op", _counting(calls))
             torch.testing.assert_close(module(x), expected)
         assert len(seen) == len(names) and len(calls) == 1
 
 
 def _counting(calls):
-    return lambda *args: calls.append(args) or project_down(*args)
+    return lambda *args: calls.append(args) or project_by_op(*args)
 
 
 def mlp_of(tiny, family):
