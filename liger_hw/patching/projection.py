@@ -82,11 +82,13 @@ def adapter_of(module, x):
 
 def adapter_layers(lora, *names):
     """Return {adapter: layer} of PEFT's containers, or None where a program set its own."""
-    containers = [*map(lora._modules.get, names)]
-    for container in containers:
-        if type(container) is not torch.nn.ModuleDict:
+    layers, find = [], lora._modules.get
+    for name in names:
+        container = find(name)
+        if type(container) is not nn.ModuleDict:
             return None
-    return [container._modules for container in containers]
+        layers.append(container._modules)
+    return layers
 
 
 def return_new_memory(modules):
