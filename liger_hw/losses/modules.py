@@ -1,5 +1,6 @@
 """The losses as modules: the constructor takes the options, a call the tensors."""
 
+import functools
 import inspect
 
 from torch import nn
@@ -17,11 +18,18 @@ def _options(losses):
     return dict.fromkeys(name for loss in losses.values() for name in loss.options)
 
 
+@functools.cache
+def _names(cls):
+    """Return the names of a loss module's options."""
+    named = inspect.signature(cls.function).parameters.values()
+    return dict.fromkeys([*(p.name for p in named if p.default is not p.empty), *cls.further()]).keys()
+
+
 class _Loss(nn.Module):
     """Call `function(*tensors, **options, **more)` for `loss(*tensors, **more)`.
 
     The options are attributes, too: `loss.beta = 0.2` holds from the next call on, and so does a parameter, a buffer or
-    a module of an option's name, unless a subclass has a forward of its own.
+    a module of an option's name, and an attribute of a subclass, unless the subclass has a forward of its own.
 
     Raises:
         ValueError: the function has no such option.
@@ -33,23 +41,19 @@ class _Loss(nn.Module):
     def __init__(self, **options):
         super().__init__()
         for name in options:
-            check_known("option", name, self._names(), f"Options of {self.function.__name__}")
+            check_known("option", name, _names(type(self)), f"Options of {self.function.__name__}")
         self.options = options
-
-    def _names(self):
-        named = inspect.signature(self.function).parameters.values()
-        return [*(p.name for p in named if p.default is not p.empty), *self.further()]
 
     def __getattr__(self, name):
         options = self.__dict__.get("options", {})
         return options[name] if name in options else super().__getattr__(name)
 
     def __setattr__(self, name, value):
-        has_a_property = inspect.isdatadescriptor(getattr(type(self), name, None))  # of a subclass
-        if has_a_property or "options" not in self.__dict__ or name not in self._names():
+        # an attribute of a subclass, such as a property, stays one
+        if "options" not in self.__dict__ or name not in _names(type(self)) or hasattr(type(self), name):
             super().__setattr__(name, value)
         elif isinstance(value, (nn.Parameter, nn.Module)) or name in self._registered():
-            if self._uses_registered:
+            if self._uses_attributes:
                 self._drop(name)
             super().__setattr__(name, value)
         else:
@@ -65,17 +69,16 @@ class _Loss(nn.Module):
         self.options = {other: value for other, value in self.options.items() if other != name}
 
     def _registered(self):
-        kinds = (self._parameters, self._buffers, self._modules)
-        return {name: value for kind in kinds for name, value in kind.items() if value is not None}
+        return {**self._parameters, **self._buffers, **self._modules}
 
     # a subclass with a forward may have a parameter of an option's name for itself
-    _uses_registered = property(lambda self: type(self).forward is _Loss.forward)
+    _uses_attributes = property(lambda self: type(self).forward is _Loss.forward)
 
     def forward(self, *tensors, **more):
-        registered = self._registered() if self._uses_registered else None
-        if registered:
-            names = self._names()
-            more = {name: value for name, value in registered.items() if name in names} | more
+        if self._uses_attributes and (type(self).__module__ != __name__ or self._registered()):
+            others = _names(type(self)) - self.options.keys()
+            values = {name: getattr(self, name, None) for name in others}
+            more = {name: value for name, value in values.items() if value is not None} | more
         return self.function(*tensors, **{**self.options, **more})
 
     def extra_repr(self):

@@ -69,6 +69,44 @@ def test_a_tensor_set_later_is_an_option(registered):
     assert torch.equal(loss(x, w, labels)[0], PreferenceLoss(loss_type="simpo")(x, w, labels)[0])
 
 
+class WithAttributes(PreferenceLoss):
+    beta, loss_type = 0.7, property(lambda self: "simpo")
+
+
+def test_attributes_of_a_subclass_are_options():
+    (x, w, b), *_, labels = case()
+    b = b.detach()
+    loss = WithAttributes(bias=b)
+    assert torch.equal(loss(x, w, labels)[0], PreferenceLoss(loss_type="simpo", bias=b, beta=0.7)(x, w, labels)[0])
+    loss.beta = 0.3
+    expected = PreferenceLoss(loss_type="simpo", bias=b, beta=0.3)(x, w, labels)[0]
+    assert loss.beta == 0.3 and torch.equal(loss(x, w, labels)[0], expected)
+
+
+class Halved(torch.nn.Module):
+    def forward(self, bias):
+        return bias / 2
+
+
+def test_a_parametrized_option():
+    (x, w, b), *_, labels = case()
+    loss = PreferenceLoss(loss_type="simpo")
+    loss.bias = torch.nn.Parameter(b.detach())
+    torch.nn.utils.parametrize.register_parametrization(loss, "bias", Halved())
+    expected = PreferenceLoss(loss_type="simpo", bias=b.detach() / 2)(x, w, labels)[0]
+    assert torch.equal(loss(x, w, labels)[0], expected)
+
+
+def test_a_buffer_without_a_value_is_no_option():
+    (x, w, _), *_, labels = case()
+    loss = PreferenceLoss(loss_type="simpo")
+    loss.register_buffer("softcap", None)
+    assert torch.equal(loss(x, w, labels)[0], PreferenceLoss(loss_type="simpo")(x, w, labels)[0])
+    loss.softcap = torch.tensor(2.0)
+    assert [*loss.state_dict()] == ["softcap"]
+    assert torch.equal(loss(x, w, labels)[0], PreferenceLoss(loss_type="simpo", softcap=2.0)(x, w, labels)[0])
+
+
 def test_an_option_and_a_parameter_of_a_subclass_cannot_share_a_name():
     class Learning(PreferenceLoss):
         def __init__(self):
