@@ -53,14 +53,14 @@ class _Loss(nn.Module):
         if "options" not in self.__dict__ or name not in _names(type(self)) or hasattr(type(self), name):
             super().__setattr__(name, value)
         elif isinstance(value, (nn.Parameter, nn.Module)) or name in self._registered():
-            if self._uses_attributes:
+            if self._uses_attributes():
                 self._drop(name)
             super().__setattr__(name, value)
         else:
             self.options = {**self.options, name: value}  # not that of a shallow copy, which shares the dictionary
 
     def __delattr__(self, name):
-        if name in self.__dict__.get("options", {}):
+        if name in self.__dict__.get("options", {}) and not hasattr(type(self), name):
             self._drop(name)
         else:
             super().__delattr__(name)
@@ -71,11 +71,11 @@ class _Loss(nn.Module):
     def _registered(self):
         return {**self._parameters, **self._buffers, **self._modules}
 
-    # a subclass with a forward may have a parameter of an option's name for itself
-    _uses_attributes = property(lambda self: type(self).forward is _Loss.forward)
+    def _uses_attributes(self):
+        return type(self).forward is _Loss.forward  # another may have a parameter of an option's name for itself
 
     def forward(self, *tensors, **more):
-        if self._uses_attributes and (type(self).__module__ != __name__ or self._registered()):
+        if self._uses_attributes() and (type(self).__module__ != __name__ or self._registered()):
             others = _names(type(self)) - self.options.keys()
             values = {name: getattr(self, name, None) for name in others}
             more = {name: value for name, value in values.items() if value is not None} | more

@@ -106,6 +106,8 @@ def _new_class(original, match, digest):
     cls = type.__new__(metaclass, original.__name__, (_Unregistered, original), names | facts | members)
     if isinstance(cls, abc.ABCMeta):
         init_abc(cls)  # which ABCMeta does: else the class would share the original's cache of subclasses
+        if not isinstance(original, abc.ABCMeta):
+            cls.__abstractmethods__ = frozenset()  # an original that is no ABC has instances in spite of them
     unchanged.members.watch(cls)
     return cls
 
@@ -135,7 +137,9 @@ def _like_its_original(metaclass):
 
     names = ("__hash__", "__instancecheck__", "__subclasscheck__")
     members = {"__eq__": equal} | {name: by_original(name) for name in names}
-    like_its_original = type(metaclass.__name__, (_Unregistered, metaclass), members | {"liger_original": metaclass})
+    members |= {"liger_original": metaclass, "__module__": __name__}
+    # as below, a metaclass's own class may register or refuse
+    like_its_original = type.__new__(type(metaclass), metaclass.__name__, (_Unregistered, metaclass), members)
     copyreg.pickle(like_its_original, _reduce_class)
     return like_its_original
 
@@ -166,8 +170,8 @@ TELLS = {"__eq__", "__hash__", "__getattr__", "__getattribute__", "__instanceche
 def reason_against_metaclass(cls):
     """Return why tables of classes and pins would not see what `cls` is, or None."""
     for base in type(cls).__mro__:
-        if not is_known(base):
-            return f"the class of its class defines {min(names)}()" if (names := TELLS & vars(base).keys()) else None
+        if not is_known(base) and (names := TELLS & vars(base).keys()):
+            return f"the class of its class defines {min(names)}()"
     return None
 
 

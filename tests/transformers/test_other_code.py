@@ -454,6 +454,20 @@ def test_parameters_of_the_last_projection_that_torch_expands(dtype):
         assert patched.to("meta")(ROWS.to("meta", dtype)).shape == ROWS.shape
 
 
+class Abstract(Norm):
+    """No ABC, so that Python makes instances."""
+
+    @abc.abstractmethod
+    def forward(self, x):
+        return super().forward(x)
+
+
+def test_an_abstract_method_of_a_class_that_is_no_abc():
+    plain, patched = pair(Abstract())
+    for copied in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
+        torch.testing.assert_close(copied(ROWS), plain(ROWS))
+
+
 class Described(type):
     def __getattr__(cls, name):
         return getattr(torch, name)
@@ -466,12 +480,18 @@ class Equal(type):
     __hash__ = type.__hash__
 
 
+class AlsoEqual(Equal):
+    pass
+
+
 class Unhashable(Equal):
     def __eq__(cls, other):
         return cls is other
 
 
-@pytest.mark.parametrize("metaclass, name", [(Described, "__getattr__"), (Equal, "__eq__"), (Unhashable, "__eq__")])
+@pytest.mark.parametrize(
+    "metaclass, name", [(Described, "__getattr__"), *((cls, "__eq__") for cls in (Equal, AlsoEqual, Unhashable))]
+)
 def test_a_class_whose_class_tells_attributes_or_equal_classes_is_left(metaclass, name):
     module = metaclass("OtherNorm", (Norm,), {})()
     assert str(liger_hw.patch(nn.Sequential(module, MLP())).left).count(f"the class of its class defines {name}()") == 2
