@@ -32,6 +32,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_dispatch_modes  # innermost last
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -289,6 +290,33 @@ def without_global_module_hooks():
     finally:
         for table, hooks in zip(_GLOBAL_HOOKS, kept):
             table.update(hooks)
+
+
+@contextmanager
+def state_restored():
+    """Restore modes, hooks on all modules, gradients and autocast of a CPU after an exception.
+
+    Ctrl-C may come while a block enters or leaves one of them, which then stays, or is lost.
+    """
+    functions, dispatch, tables = active_function_modes(), active_dispatch_modes(), [*map(dict, _GLOBAL_HOOKS)]
+    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    try:
+        yield
+    except BaseException:
+        for count, pop, push, modes in (
+            (function_modes, torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack, functions),
+            (dispatch_modes, _pop_dispatch_mode, torch._C._push_on_torch_dispatch_stack, dispatch),
+        ):
+            while count():
+                pop()
+            for mode in modes:
+                push(mode)
+        for table, hooks in zip(_GLOBAL_HOOKS, tables):
+            table.clear()
+            table.update(hooks)
+        torch.set_grad_enabled(grad)
+        torch.set_autocast_enabled("cpu", autocast)
+        raise
 
 
 def alias(x):

@@ -10,11 +10,13 @@ It needs no list of models: `recognise` finds which op computes each module, `sw
 import functools
 import logging
 import os
+import warnings
 from collections import Counter
 from typing import overload
 
 import torch
 
+from liger_hw._torch import state_restored
 from liger_hw.checkpointing.activations import activations as plan_activations
 from liger_hw.checks import check
 from liger_hw.patching import built_later, loss
@@ -84,7 +86,8 @@ def patch(model, activations=None, **flags):
     unpatch(model)
     memory = Memory()
     try:
-        _swap_matches(model, flags, memory, summary)
+        with state_restored(), warnings.catch_warnings():  # which probes change, and Ctrl-C may leave
+            _swap_matches(model, flags, memory, summary)
     except BaseException:  # of a model's code, such as a property
         unpatch(model)
         raise

@@ -10,13 +10,16 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 import tiny
 import torch
+from torch.overrides import TorchFunctionMode
 
 import liger_hw
-from liger_hw.patching import swapping
+from liger_hw import _torch
+from liger_hw.patching import probing, swapping
 from liger_hw.patching.flags import FLAGS
 from liger_hw.patching.loss import NO_HUGGING_FACE_MODEL
 from liger_hw.patching.patch import _log_once
@@ -456,6 +459,34 @@ def test_the_reason_names_what_the_op_lacks():
     assert left == ["its forward takes 2 inputs, and an MLP's op takes one", "computes softplus, which no op does"]
     assert liger_hw.patch(LanguageModel()).left["LanguageModel", NO_HUGGING_FACE_MODEL] == 1
     assert "LanguageModel" not in dict(liger_hw.patch(tiny.model()).left)
+
+
+def state_of_this_thread():
+    modes = _torch.active_function_modes(), _torch.active_dispatch_modes()
+    return *modes, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), list(warnings.filters)
+
+
+class Harmless(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("place", ["__enter__", "__exit__"])
+def test_an_interrupt_leaves_nothing_behind(place, monkeypatch):
+    model, method = tiny.model(), getattr(probing.OwnGenerator, place)
+
+    def interrupted(self, *args):
+        if place == "__enter__":
+            method(self, *args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(probing.OwnGenerator, place, interrupted)
+    with Harmless():
+        before = state_of_this_thread()
+        with pytest.raises(KeyboardInterrupt):
+            liger_hw.patch(model)
+        assert state_of_this_thread() == before
+    assert not swapped(model)
 
 
 HEADS = {  # what a program's `get_output_embeddings` may do after `patch`
