@@ -62,7 +62,7 @@ def plain_numbers(tensors: Sequence[str], texts: Sequence[str] = (), /, **argume
     """Return options as Python's numbers, tensors where `tensors` and strings where `texts` name them."""
     check_constants(**arguments)
     for name, value in arguments.items():
-        if torch.is_tensor(value) and name not in tensors and value.numel() == 1:
+        if isinstance(value, torch.Tensor) and name not in tensors and value.numel() == 1:
             check(value.device.type == "cpu", name, value, "a number")
             value = value.item()
         if isinstance(value, str) and name not in texts:  # the text of a tensor would end a graph

@@ -1,5 +1,6 @@
 """Check that a tracer sees one registered op forward and one backward, and no launch."""
 
+import numpy
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -8,6 +9,7 @@ from liger_hw import use_backend
 from liger_hw._torch import constant_result
 from liger_hw._triton import interpreting
 from liger_hw.dispatch import OPS
+from liger_hw.kernels.vocabulary.cross_entropy import cross_entropy
 from liger_hw.testing.inputs import flat
 from liger_hw.testing.parity import check
 from liger_lab.cases import CASES, DIFFERENTIABLE, training_cases
@@ -24,6 +26,13 @@ def case(op):
 def gradients(outputs, inputs):
     leaves = [x for x in inputs if torch.is_tensor(x) and x.requires_grad]
     return torch.autograd.grad(outputs, leaves, torch.ones_like(outputs)) if leaves else ()
+
+
+@pytest.mark.parametrize("kind", [numpy.float64, numpy.float32, float])
+def test_numbers_of_numpy_in_compiled_code(kind):
+    logits, target = torch.randn(5, 7), torch.arange(5)
+    loss = torch.compile(lambda number: cross_entropy(logits, target, label_smoothing=number), backend="eager")
+    torch.testing.assert_close(loss(kind(0.25)), cross_entropy(logits, target, label_smoothing=0.25))
 
 
 @pytest.mark.parametrize("op", sorted(CASES))

@@ -18,11 +18,15 @@ def _options(losses):
     return dict.fromkeys(name for loss in losses.values() for name in loss.options)
 
 
-@functools.cache
 def _names(cls):
     """Return the names of a loss module's options."""
-    named = inspect.signature(cls.function).parameters.values()
-    return dict.fromkeys([*(p.name for p in named if p.default is not p.empty), *cls.further()]).keys()
+    return dict.fromkeys([*_optional_arguments(cls.function), *cls.further()]).keys()
+
+
+@functools.cache
+def _optional_arguments(function):
+    named = inspect.signature(function).parameters.values()
+    return [p.name for p in named if p.default is not p.empty]
 
 
 class _Loss(nn.Module):

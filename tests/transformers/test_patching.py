@@ -29,7 +29,8 @@ transformers = tiny.transformers
 
 
 def classes(model):
-    return [id(type(module)) for module in model.modules()]  # patched classes equal their originals
+    # with the match, as a patched class equals its original
+    return [(type(module), vars(type(module)).get("liger_match")) for module in model.modules()]
 
 
 def swapped(model):
