@@ -15,8 +15,9 @@ def galore(model):
     galore_torch = pytest.importorskip("galore_torch", reason="the package galore_torch is not installed")
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    # Of a rank above that of a gradient the directions are arbitrary, and Adam scales their rounding errors up.
-    projected = {"params": matrices, "rank": 2, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
+    # Of a rank above that of a gradient the directions are arbitrary, and Adam scales their rounding errors up. Their
+    # signs are arbitrary, too, so Adam's state of one projection means another step in the next one.
+    projected = {"params": matrices, "rank": 2, "update_proj_gap": 4, "scale": 0.25, "proj_type": "std"}
     return galore_torch.GaLoreAdamW([projected, {"params": others}], RATE, no_deprecation_warning=True)
 
 
