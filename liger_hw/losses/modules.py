@@ -47,16 +47,19 @@ class _Loss(nn.Module):
         for name in options:
             check_known("option", name, _names(type(self)), f"Options of {self.function.__name__}")
         self.options = options
+        for name in options if self._uses_attributes() else ():
+            if hasattr(type(self), name):  # an attribute of a subclass would hide it
+                setattr(self, name, options[name])
 
     def __getattr__(self, name):
         options = self.__dict__.get("options", {})
         return options[name] if name in options else super().__getattr__(name)
 
     def __setattr__(self, name, value):
-        # an attribute of a subclass, such as a property, stays one
-        if "options" not in self.__dict__ or name not in _names(type(self)) or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        elif isinstance(value, (nn.Parameter, nn.Module)) or name in self._registered():
+        if "options" not in self.__dict__ or name not in _names(type(self)):
+            return super().__setattr__(name, value)
+        is_registered = isinstance(value, (nn.Parameter, nn.Module)) or name in self._registered()
+        if is_registered or hasattr(type(self), name):  # an attribute of a subclass, such as a property
             if self._uses_attributes():
                 self._drop(name)
             super().__setattr__(name, value)

@@ -61,7 +61,7 @@ class Source:
             if name not in names:
                 continue
             if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
-                yield name, "was sharded or freed"
+                yield name, "lost memory (sharded or freed)"
                 continue
             version_now = None if version is None else _torch.tensor_version(tensor)
             if version_now != version or sums_too and not torch.equal(_fingerprint(tensor)[1], sums):

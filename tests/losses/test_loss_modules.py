@@ -78,9 +78,11 @@ def test_attributes_of_a_subclass_are_options():
     b = b.detach()
     loss = WithAttributes(bias=b)
     assert torch.equal(loss(x, w, labels)[0], PreferenceLoss(loss_type="simpo", bias=b, beta=0.7)(x, w, labels)[0])
-    loss.beta = 0.3
-    expected = PreferenceLoss(loss_type="simpo", bias=b, beta=0.3)(x, w, labels)[0]
-    assert loss.beta == 0.3 and torch.equal(loss(x, w, labels)[0], expected)
+    for given in (loss, WithAttributes(bias=b, beta=0.5)):
+        given.beta = 0.3
+        expected = PreferenceLoss(loss_type="simpo", bias=b, beta=0.3)(x, w, labels)[0]
+        assert given.beta == 0.3 and torch.equal(given(x, w, labels)[0], expected)
+    assert WithAttributes(beta=0.5).beta == 0.5
 
 
 class Halved(torch.nn.Module):
