@@ -90,7 +90,11 @@ class _Evidence:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["evidence"] = self.recorder.dump()
             return
-        here = torch.accelerator.current_accelerator() if self.level == self.evidence.EXECUTED else None
+        here = (
+            torch.accelerator.current_accelerator(check_available=True)
+            if self.level == self.evidence.EXECUTED
+            else None
+        )
         run, facts = self.evidence.about(self.level, here)
         file = self.config.getoption("--evidence")
         arguments = [word.replace(str(file), file.name) for word in map(str, self.config.invocation_params.args)]
@@ -108,7 +112,7 @@ def _backends(config):
     if interpreting():
         return list(VENDORS)
     if torch.accelerator.is_available():
-        return [detected(torch.device(torch.accelerator.current_accelerator().type, 0)).vendor]
+        return [detected(torch.device(torch.accelerator.current_accelerator(check_available=True).type, 0)).vendor]
     return [pytest.param(None, marks=pytest.mark.skip(reason="no accelerator here and TRITON_INTERPRET is not set"))]
 
 
@@ -160,7 +164,7 @@ def device():
     return (
         "cpu"
         if interpreting() or not torch.accelerator.is_available()
-        else torch.accelerator.current_accelerator().type
+        else torch.accelerator.current_accelerator(check_available=True).type
     )
 
 

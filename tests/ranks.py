@@ -82,7 +82,7 @@ def _serve(pipe, place, rank, count):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     if not interpreting() and torch.accelerator.is_available() and torch.accelerator.device_count() >= count:
         torch.accelerator.set_device_index(rank)
-        _device = torch.device(torch.accelerator.current_accelerator().type, rank)
+        _device = torch.device(torch.accelerator.current_accelerator(check_available=True).type, rank)
     dist.init_process_group(
         dist.get_default_backend_for_device(_device), store=dist.FileStore(place, count), rank=rank, world_size=count,
         timeout=datetime.timedelta(seconds=200), device_id=None if _device.type == "cpu" else _device,

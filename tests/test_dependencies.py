@@ -158,7 +158,7 @@ x._version, torch._grouped_mm, self._mine, hasattr(x, "_schema"), "torch._functo
 
 def test_no_program_takes_a_build_of_torch_for_a_gpu():
     """A build for CUDA has an accelerator on every machine, and `check_available=True` says whether it is there."""
-    for path in (*FILES, *(CHECKOUT / "examples").glob("*.py")):
+    for path in (*FILES, *(CHECKOUT / "examples").glob("*.py"), *(CHECKOUT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "current_accelerator":
                 assert node.keywords, f"{path}:{node.lineno}: pass check_available=True"

@@ -129,11 +129,11 @@ def _rows(cols, dtype=torch.bfloat16):
 
 
 def _random(*shape):
-    return torch.randn(shape, device=torch.accelerator.current_accelerator(), dtype=torch.bfloat16)
+    return torch.randn(shape, device=torch.accelerator.current_accelerator(check_available=True), dtype=torch.bfloat16)
 
 
 def _targets(vocab, rows):
-    return torch.randint(vocab, (rows,), device=torch.accelerator.current_accelerator())
+    return torch.randint(vocab, (rows,), device=torch.accelerator.current_accelerator(check_available=True))
 
 
 @_enormous
@@ -155,7 +155,7 @@ def test_beyond_32_bits(op):
 
 @_enormous
 def test_dequantize_4bit_beyond_32_bits():
-    rows, device = _rows(4096), torch.accelerator.current_accelerator()
+    rows, device = _rows(4096), torch.accelerator.current_accelerator(check_available=True)
     packed = torch.randint(256, (rows, 2048), device=device, dtype=torch.uint8)
     absmax, code = torch.rand(rows, 64, device=device), torch.rand(16, device=device)
     found = dequantize_4bit(packed, absmax, code, shape=(rows, 4096))

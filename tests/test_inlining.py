@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from old_torch import traces_fake_tensors
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,7 +17,10 @@ from liger_hw.hooks import hooks
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 INLINED, OPS = "triton_kernel_wrapper", "liger_hw."
 
-pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason="compiled code launches no interpreted kernel")
+pytestmark = [
+    pytest.mark.skipif(not AVAILABLE or interpreting(), reason="compiled code launches no interpreted kernel"),
+    traces_fake_tensors,
+]
 
 
 @pytest.fixture(autouse=True)

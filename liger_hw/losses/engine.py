@@ -63,7 +63,7 @@ class LogitScaling(NamedTuple):
         """Return the memory of the calls below, in multiples of a chunk's 16-bit logits."""
         return 0 if self == UNSCALED else 6  # z, later its gradient, and two steps of the slope, in fp32
 
-    def __call__(self, logits):
+    def scaled(self, logits):
         """Compute z in a wide dtype, or return the logits where z is the same."""
         if self == UNSCALED:
             return logits
@@ -72,7 +72,7 @@ class LogitScaling(NamedTuple):
 
     def chunk(self, logits):
         """Compute z in rows that begin at 16-byte boundaries, as kernels need."""
-        return logits if self == UNSCALED else padded_rows(self(logits))
+        return logits if self == UNSCALED else padded_rows(self.scaled(logits))
 
     def write_gradient(self, logits, dz, valid):
         """Write the logits' gradient over them, from that of z; 0 where not `valid`."""
@@ -127,7 +127,7 @@ class Head(NamedTuple):
 
     def logits(self):
         """Compute all logits by operations of torch."""
-        return self.scaling(linear(*self[:3], self.logits_dtype, self.invariant))
+        return self.scaling.scaled(linear(*self[:3], self.logits_dtype, self.invariant))
 
 
 class LossInForward(GradientsInForward):

@@ -22,4 +22,4 @@ def engine(request):
 def device(request):
     """An accelerator for the kernels; the default is a CPU's, which takes float64 too."""
     kernels = "engine" in request.fixturenames and request.getfixturevalue("engine") == "kernels"
-    return torch.accelerator.current_accelerator().type if kernels and not interpreting() else "cpu"
+    return torch.accelerator.current_accelerator(check_available=True).type if kernels and not interpreting() else "cpu"

@@ -17,7 +17,7 @@ from liger_lab.bench.loss_cases import OURS, SMALL, TORCH, cases
 
 CASES = {f"{case.op} {case.label}": case for case in cases(sizes=SMALL)}
 HAS_DEVICE = not interpreting() and torch.accelerator.is_available()
-DEVICE = torch.accelerator.current_accelerator().type if HAS_DEVICE else "cpu"
+DEVICE = torch.accelerator.current_accelerator(check_available=True).type if HAS_DEVICE else "cpu"
 pytestmark = pytest.mark.skipif(interpreting(), reason="the other tests run the kernels in the interpreter")
 
 

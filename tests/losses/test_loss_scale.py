@@ -28,7 +28,7 @@ from liger_hw.transformers.vocab_parallel import vocab_parallel_cross_entropy
 SCALES = [2.0**k for k in (0, 8, 16, 24)]
 DTYPES = [torch.float16, torch.bfloat16]
 LARGE = not interpreting() and torch.accelerator.is_available()
-DEVICE = torch.accelerator.current_accelerator().type if LARGE else "cpu"
+DEVICE = torch.accelerator.current_accelerator(check_available=True).type if LARGE else "cpu"
 SEQUENCES, LENGTH, FEATURES, CLASSES = (8, 512, 64, 16384) if LARGE else (4, 2, 8, 67)
 MEMORY = 2**25 if LARGE else 2 * 3 * 72  # 1,024 rows of logits, or 3
 pytestmark = [pytest.mark.xdist_group("loss scale")] if LARGE else []  # 20 GB: one process at a time

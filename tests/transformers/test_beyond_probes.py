@@ -16,7 +16,7 @@ from liger_hw.patching import rotation
 from liger_hw.patching.recognition import recognise
 from liger_hw.patching.rotary import find_rotation
 
-DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of sums of 64 to 128 products
 moe = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
 

@@ -7,7 +7,6 @@ import numpy
 import pytest
 import tiny
 import torch
-from old_torch import needs_locals
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -343,7 +342,6 @@ class Loss(torch.nn.Module):
         return liger_hw.fused_linear_cross_entropy(x, self.weight, target)
 
 
-@needs_locals
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_loss_learns(strict):
     args, loss = (torch.randn(11, 32), torch.randint(50, (11,))), Loss()

@@ -170,7 +170,8 @@ ON_DEVICE = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no 
 def test_offloading_by_accelerate(how, first, runs_on, tmp_path):
     """Weights in host memory or on disk, layers on a CPU or on the accelerator, as of the unpatched model there."""
     accelerate = pytest.importorskip("accelerate")
-    device = torch.device(torch.accelerator.current_accelerator().type, 0) if runs_on == "device" else "cpu"
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device(kind.type, 0) if runs_on == "device" else "cpu"
     room = {"rtol": 1e-3, "atol": 1e-4} if runs_on == "device" else {}  # kernels sum in another order
     plain = tiny.model()
     patched = copy.deepcopy(plain)

@@ -107,7 +107,11 @@ def fused_linear_cross_entropy(
         >>> liger_hw.fused_linear_cross_entropy(hidden, head, torch.tensor([1, 2, -100]))
         tensor(2.3026)
     """
-    call = fused_linear_cross_entropy.arguments(**locals())
+    call = fused_linear_cross_entropy.arguments(
+        x, weight, target, bias, ce_weight, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale,
+        reduction, num_items, accum_dtype, use_token_scaling, chunk_memory, return_z_loss, return_token_accuracy,
+        return_predicted_tokens, group, logits_dtype, invariant, counted_rows, token_weights, return_entropy,
+    )  # fmt: skip
     if sharded_head.needs_distribution(call):
         return sharded_head.distributed(fused_linear_cross_entropy, call)
     (x, weight, bias), formula, token_weights = _prepare(call)

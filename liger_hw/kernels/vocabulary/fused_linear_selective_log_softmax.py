@@ -61,7 +61,11 @@ def fused_linear_selective_log_softmax(
         >>> hidden, head, tokens = torch.rand(3, 8), torch.rand(10, 8), torch.tensor([1, 2, 3])
         >>> log_probs = liger_hw.fused_linear_selective_log_softmax(hidden, head, tokens)
     """
-    call = fused_linear_selective_log_softmax.arguments(**locals())
+    call = fused_linear_selective_log_softmax.arguments(
+        x, weight, tokens, bias, temperature, softcap, logit_scale, ignore_index, chunk_memory, return_entropy,
+        return_lse, group, logits_dtype, return_is_top1, return_mean_logits, return_log_sum_sq_probs, invariant,
+        counted_rows, accum_dtype,
+    )  # fmt: skip
     if sharded_head.needs_distribution(call):
         return sharded_head.distributed(fused_linear_selective_log_softmax, call)
     x, weight, bias, tokens, scaling = _prepare(call)

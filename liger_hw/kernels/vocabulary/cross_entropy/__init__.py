@@ -81,7 +81,10 @@ def cross_entropy(
         >>> liger_hw.cross_entropy(torch.zeros(3, 10), torch.tensor([1, 2, -100]))
         tensor(2.3026)
     """
-    call = cross_entropy.arguments(**locals())
+    call = cross_entropy.arguments(
+        logits, target, weight, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, reduction,
+        num_items, return_z_loss, return_token_accuracy, return_predicted_tokens, in_place,
+    )  # fmt: skip
     formula = _formula_of(call)
     return output_of(call, *row_losses(logits, Targets.of(call, weight, reduction), formula))
 

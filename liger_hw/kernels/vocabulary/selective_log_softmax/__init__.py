@@ -57,7 +57,9 @@ def selective_log_softmax(
     Examples:
         >>> log_probs = liger_hw.selective_log_softmax(torch.rand(3, 10), torch.tensor([1, 2, 3]))
     """
-    call = selective_log_softmax.arguments(**locals())
+    call = selective_log_softmax.arguments(
+        logits, tokens, temperature, softcap, logit_scale, ignore_index, return_entropy, return_lse, in_place,
+    )  # fmt: skip
     return formula.output_of(call, *formula.selected_rows(*_prepare(call)))
 
 
