@@ -18,7 +18,7 @@ from liger_hw.kernels.vocabulary.cross_entropy import cross_entropy
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.testing.inputs import flat
 from liger_hw.testing.parity import check, run
-from liger_lab.cases import CASES, training_cases
+from liger_lab.cases import CASES, training_cases, wide_cases
 
 pytestmark = pytest.mark.skipif(
     interpreting() or not torch.accelerator.is_available(), reason="no accelerator here, or the interpreter is on"
@@ -48,6 +48,14 @@ def test_same_bits_every_run(op, dtype, device):
         for _ in range(3):
             for a, b in zip(first, run(OPS[op], inputs, options)):
                 assert (a is None and b is None) or torch.equal(a.nan_to_num(), b.nan_to_num()), f"{op} {options}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", sorted(CASES))
+def test_wide_cases(op, dtype, device):
+    torch.manual_seed(0)
+    for inputs, options in wide_cases(op, dtype, device):
+        check(OPS[op], inputs, options, "triton")
 
 
 @pytest.mark.parametrize("op", sorted(CASES))

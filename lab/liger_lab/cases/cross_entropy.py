@@ -105,6 +105,9 @@ def linear_losses(new):
     smooths = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "chunk_memory": 300}
     yield (x, w, y, bias), smooths | {"token_weights": 4 * new.rand(5) - 1}
     yield (x, w, torch.full_like(y, -100), bias), {"lse_square_scale": 0.1, "label_smoothing": 0.1}
+    x, w, y = new.randn(4, 8), new.randn(3001, 8), torch.tensor([5, 700, 2900, 3000], device=new.device)
+    for options in ({"reduction": "none"}, {"token_weights": 4 * new.rand(4) - 1}):  # several programs a row
+        yield (x, w, y), options | {"use_token_scaling": True}
     for inputs, options in heads_with_fp32_logits(new):
         yield inputs, options
     yield inputs, options | {"reduction": "none", "softcap": 4.0, "lse_square_scale": 1e-2}

@@ -292,10 +292,12 @@ def cross_entropy_forward(
 
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
 def cross_entropy_backward(
-    LOGITS, TARGET, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, PARTITION, DLOSS, DX, stride, dx_stride, dloss_stride,
-    misaligned, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, TOKEN_SCALING: tl.constexpr,
-    ALIGNED: tl.constexpr, SAME_ALIGNMENT: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
+    LOGITS, TARGET, WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, PARTITION, X_Y, DLOSS, DX, stride, dx_stride, dloss_stride,
+    misaligned, ignore_index, label_smoothing, lse_square_scale, softcap, logit_scale, ALIGNED: tl.constexpr,
+    SAME_ALIGNMENT: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    # DX may be LOGITS: a program reads the columns alone that it writes, and the targets' logits from X_Y
+    TOKEN_SCALING: tl.constexpr = X_Y is not None
     index, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     VECTOR: tl.constexpr = 128 // LOGITS.dtype.element_ty.primitive_bitwidth
     EDGES: tl.constexpr = not ALIGNED or cols % VECTOR != 0
@@ -320,7 +322,7 @@ def cross_entropy_backward(
         lse = row_max + log_of(sum_exp, softcap)
         distance = lse
         if TOKEN_SCALING:
-            z_y, _ = score(tl.load(row.first + y, valid_target, other=0.0), logit_scale, softcap)
+            z_y, _ = score(tl.load(X_Y + index), logit_scale, softcap)
             distance = (row_max - z_y) + log_of(sum_exp, softcap)
         coef_target, coef_each, coef_all, coef_square = _coefficients(
             y, distance * power_unit_of(softcap), WEIGHT, WEIGHT_SUM, DENOMINATOR, COUNT, label_smoothing,
@@ -394,13 +396,15 @@ def backward_rows(logits, targets, formula, partition, dloss, dx=None):
     dx = logits if dx is None else dx
     rows, cols = logits.shape
     misaligned, aligned = alignment(logits)
+    *numbers, token_scaling = _kernel_numbers(formula)
+    x_y = logits.gather(1, targets.target.long().clamp(0, cols - 1)[:, None]) if token_scaling else None
     dloss_stride = dloss.stride(0) if dloss.ndim else 0  # a reduction's gradient is one value for all rows
     same = alignment(dx)[0] == misaligned and (dx.stride(0) - logits.stride(0)) * dx.element_size() % 16 == 0
     config = cross_entropy_backward_config(cols, logits.element_size(), device_of(logits))
     launch(
         cross_entropy_backward, (rows, -(-cols // config["COLS"]), 1), config,
-        logits, *targets, partition, dloss, dx, logits.stride(0), dx.stride(0), dloss_stride, misaligned,
-        *_kernel_numbers(formula), aligned, same, cols,
+        logits, *targets, partition, x_y, dloss, dx, logits.stride(0), dx.stride(0), dloss_stride, misaligned,
+        *numbers, aligned, same, cols,
     )  # fmt: skip
 
 
