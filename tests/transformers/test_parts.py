@@ -349,6 +349,30 @@ def test_limits_are_read_where_the_model_keeps_them():
     tiny.assert_learns_alike(plain, patched, **tiny.tokens())
 
 
+class ClampedMLP(torch.nn.Module):
+    """gpt_oss's gate in a dense MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            torch.nn.Linear(*size, bias=False) for size in ((16, 40), (16, 40), (40, 16))
+        )
+        self.limit, self.alpha = 0.5, 1.702
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x).clamp(max=self.limit), self.up_proj(x).clamp(-self.limit, self.limit)
+        return self.down_proj((up + 1) * (gate * torch.sigmoid(gate * self.alpha)))
+
+
+@pytest.mark.parametrize("alpha", [1.702, 0.0, 0.5])
+def test_a_clamped_mlp_follows_its_alpha(alpha):
+    plain, x = torch.nn.Sequential(ClampedMLP()), torch.randn(3, 16)
+    patched = copy.deepcopy(plain)
+    assert "clamped_swiglu(offset=1.0)" in str(liger_hw.patch(patched))
+    plain[0].alpha = patched[0].alpha = alpha
+    assert torch.equal(patched(x), plain(x))
+
+
 class GatedNorm(torch.nn.Module):
     def __init__(self, form):
         super().__init__()

@@ -18,6 +18,7 @@ def small(new):
     for shape in [(5, 246), (3, 2048), (2, 3, 5000), (2,), (0, 16)]:
         for options in CLAMPS:
             yield (new.randn(*shape),), options
+    yield (new.randn(5, 246),), {"limit": 1.0, "alpha": 0.0}
     gate, up = new.randn(5, 123), new.randn(5, 123)
     for options in CLAMPS[1:]:
         yield (gate, up), options

@@ -65,7 +65,8 @@ def clamped_swiglu(
     """
     gate, up = _split(gate, up, interleaved)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    activated = gate * torch.sigmoid(gate * alpha) if alpha else torch.nn.functional.silu(widen(gate)).to(gate.dtype)
+    silu = alpha is None
+    activated = torch.nn.functional.silu(widen(gate)).to(gate.dtype) if silu else gate * torch.sigmoid(gate * alpha)
     return (up + offset if offset else up) * activated
 
 
@@ -213,10 +214,10 @@ def clamped_glu_backward(
 
 
 class Clamp(NamedTuple):
-    """Options of a clamped unit; alpha 0 selects silu."""
+    """Options of a clamped unit; without an alpha it is that of silu."""
 
     limit: float
-    alpha: float
+    alpha: float | None
     offset: float
     interleaved: bool
 
@@ -242,7 +243,7 @@ def _launch(kernel, find_config, gate, up, dy, outputs, clamp):
         tensors, strides = (g, u, dy, *outputs), (g_stride, u_stride, dy_stride, d_stride)
     launch(
         kernel, (tiles, 1, 1), config, *tensors, rows, cols, *strides,
-        limit, alpha, offset, not alpha, interleaved,
+        limit, alpha or 0.0, offset, alpha is None, interleaved,
     )  # fmt: skip
 
 
@@ -261,4 +262,5 @@ def _clamped_glu_backward(gate, up, clamp, dy, *, dgate, dup):
 
 @clamped_swiglu.register("triton")
 def _(gate, up, limit, alpha, offset, interleaved):
-    return _clamped_glu_forward.apply(gate, up, Clamp(float(limit), float(alpha or 0.0), float(offset), interleaved))
+    alpha = None if alpha is None else float(alpha)
+    return _clamped_glu_forward.apply(gate, up, Clamp(float(limit), alpha, float(offset), interleaved))
