@@ -108,7 +108,8 @@ class HeadMatch(Match):
             # the attribute may be a parametrization, such as a spectral norm, which every read changes
             weight = self._parameters.get("weight")
             sharded = weight is not None and not _torch.is_plain(weight) and not torch.compiler.is_compiling()
-            fits = sharded and _armed_forward(self) is not None and len(args) == 1 and not kwargs and unchanged(self)
+            forward = _armed_forward(self) if sharded and len(args) == 1 and not kwargs else None
+            fits = forward is not None and unchanged(self) and forward.takes_objects()
             if fits and not _is_observed(self) and _ops_compute(self, args[0]):
                 logits = column_parallel_logits(self, args[0])
                 if logits is not None:
@@ -121,6 +122,8 @@ class HeadMatch(Match):
                 return original.forward(self, *args, **kwargs)
             hidden, weight = args[0], self.weight
             if not _ops_compute(self, hidden) or not _torch.is_plain(hidden, weight, self.bias):
+                return original.forward(self, hidden)
+            if torch.compiler.is_compiling() and not armed_forward.takes_objects():
                 return original.forward(self, hidden)
             if hasattr(self, "set_reshard_after_forward"):  # FSDP2: the loss, which comes next, needs the weight whole
                 armed_forward.unsharded.extend(_torch.keep_unsharded(self))

@@ -24,10 +24,11 @@ class Forward:
             quotient after the optimizer's step gets the logits of this forward.
         unsharded: what FSDP2 has to shard again at its end.
         within: whether autograd records it, and the hooks for saved tensors around it.
+        takes_objects: function that tells whether the code that reads the logits takes them as no tensor.
     """
 
-    def __init__(self):
-        self.recording, self.unsharded = True, []
+    def __init__(self, takes_objects=lambda: False):
+        self.recording, self.unsharded, self.takes_objects = True, [], takes_objects
         self.within = None if torch.compiler.is_compiling() else recording_and_hooks()
 
 

@@ -61,7 +61,8 @@ NO_HUGGING_FACE_MODEL = (
 )
 WITHOUT_LOGITS = (
     "False or None where logits are in memory: the loss needs the head's hidden states, which a hook on the head, a "
-    "second loss of the logits, FSDP1 around the head or fused_linear_cross_entropy=False of the patch keep from it"
+    "second loss of the logits, compiled code of the program's own, FSDP1 around the head or "
+    "fused_linear_cross_entropy=False of the patch keep from it"
 )
 # functions that only create tensors, which give no other number, and linear, which nn.Linear's pins hold; DeepSpeed
 # replaces both
@@ -275,6 +276,14 @@ class CausalLMMatch(ModelMatch):
                 return kwargs[name]
             return args[places[name]] if places.get(name, len(args)) < len(args) else None
 
+        matched = original.loss_function
+        original_loss_function = matched.fget  # Dynamo cannot trace a look-up inside `loss_function`
+        by_transformers, losses = written_by_transformers(original.forward), _transformers_losses()
+
+        def takes_objects(self):
+            chosen = original_loss_function(self)
+            return by_transformers and any(chosen is known for known in losses)
+
         def forward(self, *args, skip_logits=None, **kwargs):
             labelled = any(argument(name, args, kwargs) is not None for name in ("labels", "shift_labels"))
             if takes_skip_logits and skip_logits is not None:
@@ -289,15 +298,12 @@ class CausalLMMatch(ModelMatch):
             if lazily and heads and any(map(is_wrapped_by_fsdp1, layer.modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
-            with armed(self, heads, Forward() if lazily else None):
+            with armed(self, heads, Forward(functools.partial(takes_objects, self)) if lazily else None):
                 outputs = original.forward(self, *args, **kwargs)
             check(served, ", ".join(asked), "a value", UNSERVED)
             if not lazily:
                 return _with_by_products(outputs, served[0] if asked and len(served) == 1 else {})
             return _finish(outputs, skips, is_replica(self))
-
-        matched = original.loss_function
-        original_loss_function = matched.fget  # Dynamo cannot trace a look-up inside `loss_function`
 
         def loss_function(self):
             is_unchanged = unchanged(self)
@@ -359,6 +365,24 @@ def _op_pins():
 def _op_attributes():
     read = attributes_in("liger_hw.kernels.vocabulary", "liger_hw.kernels._", "liger_hw._torch", __name__)
     return sorted((str(before), name) for before, name in read if not name.startswith(("_", *NOT_PINNED)))
+
+
+def _transformers_losses():
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    return [loss for loss in LOSS_MAPPING.values() if written_by_transformers(loss)]
+
+
+def written_by_transformers(function):
+    """Tell whether transformers wrote `function` and those that it wraps.
+
+    Other code may give its logits to an autograd function, or ask whether they are a tensor.
+    """
+    while function is not None:
+        if getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] != "transformers":
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def _is_causal_lm_loss(loss_function):

@@ -4,6 +4,7 @@ A loss that understands the record computes its value from hidden states and wei
 """
 
 import itertools
+import math
 
 import torch
 
@@ -52,7 +53,8 @@ class Record:
         return self._then("add", row.detach().flatten().clone()) if fits else None
 
     def cast(self, dtype=None, *others, **options):
-        if others or options or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        """Cast to fp32, in which ops compute; others round, or want a wider loss."""
+        if others or options or dtype not in (self.dtype, torch.float32):
             return None
         return self if dtype == self.dtype else self._then("to", dtype, dtype=dtype)
 
@@ -127,6 +129,8 @@ def scale_and_softcap(steps):
             denominator *= argument
         else:
             return None
+    if not math.isfinite(numerator / denominator):
+        return None
     cap = 1.0 if capped and cap is None else cap
     return numerator * (cap or 1.0) / denominator, cap
 
@@ -170,7 +174,6 @@ OPERATIONS = {
     "float": lambda record: record.cast(torch.float32),
     "half": lambda record: record.cast(torch.float16),
     "bfloat16": lambda record: record.cast(torch.bfloat16),
-    "double": lambda record: record.cast(torch.float64),
     "__getitem__": Record.index,
     "contiguous": Record.contiguous,
     **dict.fromkeys(("view", "reshape"), Record.view),

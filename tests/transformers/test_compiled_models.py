@@ -193,6 +193,47 @@ def test_a_compiled_forward_may_write_to_its_logits():
     assert_same_gradients(plain, patched)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class WithCodeForTensors(tiny.transformers.LlamaForCausalLM):
+    def forward(self, input_ids, labels):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        logits = Doubled.apply(logits) if isinstance(logits, torch.Tensor) else logits
+        return tiny.transformers.modeling_outputs.CausalLMOutput(
+            loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits
+        )
+
+
+def _loss_of_doubled(logits, labels, vocab_size, **_):
+    return torch.nn.functional.cross_entropy(Doubled.apply(logits).view(-1, vocab_size), labels.view(-1))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("part", ["forward", "loss_function"])
+def test_compiled_code_of_a_program_gets_tensors(part, compiler):
+    """A compiler sees no tensor in `TracedLogits`, and an autograd function would cut their graph."""
+    plain = (WithCodeForTensors if part == "forward" else tiny.transformers.LlamaForCausalLM)(
+        tiny.model(num_hidden_layers=1).config
+    )
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    if part == "loss_function":
+        plain.loss_function = patched.loss_function = _loss_of_doubled
+    losses = [torch.compile(model, backend=compiler)(**tiny.tokens()).loss for model in (plain, patched)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(plain, patched)
+
+
 def compile_layers(model):
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
