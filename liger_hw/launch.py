@@ -35,10 +35,10 @@ def launch(kernel, grid, config, *args):
     if hooks.launch is not None:
         hooks.launch(kernel, grid, config, *args)
         return
-    known = _kernels.get(id(kernel))  # a kernel's own hash is computed from its source; kernels are never freed
+    known = _kernels.get(id(kernel))  # a kernel's own hash is computed from its source
     if known is None:
-        known = _kernels[id(kernel)] = _key_reader(kernel, len(args)), {}
-    read_key, launchers = known
+        known = _kernels[id(kernel)] = _key_reader(kernel, len(args)), {}, kernel
+    read_key, launchers, _ = known
     index = args[0].get_device()
     try:
         key, values = read_key(config, index, *args)
@@ -65,7 +65,7 @@ def launch(kernel, grid, config, *args):
         direct(*grid, _runtime.current_stream(index), values)
 
 
-_kernels = {}  # id(kernel) -> (its key reader, {key: (direct call or None, call by Triton)})
+_kernels = {}  # id(kernel) -> (its key reader, {key: (direct call or None, call by Triton)}, it, so that its id stays)
 _compiled = {}  # id -> Triton's compiled kernel, which unloads its code when nothing refers to it
 
 

@@ -311,5 +311,7 @@ def test_forced_name_selects_the_device(monkeypatch):
 def test_meta_tensors_stand_for_a_device(monkeypatch):
     an_amd(monkeypatch, "gfx950", 64, 256)
     with backends.meta_tensors_are_on(GPU):
+        with backends.meta_tensors_are_on(GPU):
+            pass
         assert backends.device_of(torch.empty(1, device="meta")) is backends.detected(GPU)
     assert backends.device_of(torch.empty(1, device="meta")).vendor == "cpu"

@@ -74,11 +74,13 @@ def meta_tensors_are_on(device: torch.device):
 
     So the configurations of `device` can be computed without a launch.
     """
-    _devices[_META] = detected(device)
+    before, _devices[_META] = _devices.get(_META), detected(device)
     try:
         yield
     finally:
-        del _devices[_META]
+        _devices[_META] = before
+        if before is None:
+            del _devices[_META]
 
 
 def device_of(tensor: torch.Tensor) -> Device:

@@ -90,6 +90,16 @@ def test_dropout_draws_the_mask_of_torch(dtype, backend, device):
     assert not (mask.all() or (~mask).all())
 
 
+def test_dropout_of_transposed_rows(backend, device):
+    x, *others = tensors(lora_linear, 6, 40, device=device)
+    results = []
+    for rows in (x.view(2, 3, 40).transpose(0, 1), x.view(2, 3, 40).transpose(0, 1).contiguous()):
+        torch.manual_seed(3)
+        with use_backend(backend):
+            results.append(lora_linear(rows, *others, dropout=0.3))
+    torch.testing.assert_close(*results)
+
+
 def test_dropout_of_everything(backend, device):
     inputs = tensors(lora_linear, 3, 16, device=device)
     with use_backend(backend):

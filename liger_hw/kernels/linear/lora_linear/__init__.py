@@ -243,7 +243,7 @@ def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
         return lora_linear.reference(x, weight, bias, lora_a, lora_b, scaling, dropout)
     mask = None
     if dropout:  # the mask that torch draws depends on the dtype
-        mask = torch.native_dropout(x.detach().to(lora_a.dtype).view(-1, x.shape[-1]), dropout, True)[1]
+        mask = torch.native_dropout(x.detach().to(lora_a.dtype).reshape(-1, x.shape[-1]), dropout, True)[1]
         scaling = scaling / (1 - dropout)
     sum_dtype, needs_dx = _sum_dtype(bias_cast), rows.requires_grad
     y = _lora_linear.apply(rows, stored, state, bias_cast, a, b, mask, scaling, sum_dtype, needs_dx)
