@@ -49,9 +49,34 @@ def test_good_code_misses_no_gate():
     ("fp64", changed(doubles=2)),
     ("calls", changed(calls=1)),
     ("calls", changed(library=["__nv_tanhf"])),
+    ("races", changed(overwritten=1)),
 ])  # fmt: skip
 def test_each_gate_stops_what_it_is_for(gate, found):
     assert list(compiled.judge(launched(), found)) == [gate]
+
+
+LOOP = """
+%x = ttg.local_alloc : () -> !ttg.memdesc<{buffers}x128x64xbf16, #shared, #smem, mutable>
+%first = ttg.memdesc_index %x[%c0] : !ttg.memdesc<{buffers}x128x64xbf16>
+%second = ttg.memdesc_index %x[%c1] : !ttg.memdesc<{buffers}x128x64xbf16>
+scf.for %i = %a to %b {{
+  %tile = ttg.memdesc_index %x[%at] : !ttg.memdesc<{buffers}x128x64xbf16>
+  {products}
+  %3 = ttng.warp_group_dot_wait %2 {{pendings = {pending} : i32}} : tensor<128x32xf32, #mma>
+  scf.yield %3
+}}
+%4 = ttng.warp_group_dot_wait %3 {{pendings = 0 : i32}} : tensor<128x32xf32, #mma>
+"""
+PRODUCT = "%2 = ttng.warp_group_dot %tile, %phi, %1 {inputPrecision = 0 : i32, isAsync = true} : tensor<128x32xf32>\n"
+
+
+@pytest.mark.parametrize(("buffers", "products", "pending", "found"), [
+    (3, 1, 1, 0), (2, 1, 1, 1), (2, 1, 0, 0), (2, 2, 2, 1), (3, 4, 3, 0),
+])  # fmt: skip
+def test_tiles_that_are_overwritten_too_early(buffers, products, pending, found):
+    """Two copies ahead and a product that still runs need three buffers."""
+    text = LOOP.format(buffers=buffers, products=PRODUCT * products, pending=pending)
+    assert assembly.overwritten_tiles(text) == found
 
 
 @pytest.mark.parametrize(("lost", "missed"), [({16: 2}, []), ({16: 2, 4: 1}, ["widths"]), ({}, ["widths"])])

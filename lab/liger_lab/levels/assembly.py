@@ -4,6 +4,7 @@ Every load and store in a kernel's source has a place, "layer_norm.py:214:9", wh
 information. Triton's IR gives its tile, PTX or AMD's assembly its instructions.
 """
 
+import math
 import re
 import struct
 from collections import Counter
@@ -203,6 +204,33 @@ def library_calls(ttir: str) -> list[str]:
 
 
 _REGISTERS, _FRAME = 0x2F, 0x11  # EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
+
+
+_PRODUCT = re.compile(r"warp_group_dot (%\S+), (%[^\s,]+).*isAsync = true")
+_BUFFERS = re.compile(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x")
+
+
+def overwritten_tiles(ttgir: str) -> int:
+    """Count tiles in shared memory that are overwritten before an asynchronous product has read them.
+
+    A loop copies tiles of later iterations, as many ahead as before it, and starts products that may still run when it
+    copies the next (`pendings`). Such a tile needs a buffer more than there are copies ahead. Triton 3.6 and 3.9 give
+    none to a tile with another use beside the product, such as a sum: results then differ between runs (H200).
+    """
+    buffers = {name: int(count) for name, count in _BUFFERS.findall(ttgir)}
+    views = dict(re.findall(r"(%\S+) = ttg\.memdesc_(?:index|subslice) (%[^\s\[]+)\[", ttgir))
+    overwritten = set()
+    for product in _PRODUCT.finditer(ttgir):
+        start, end = ttgir.rfind("scf.for", 0, product.start()), ttgir.find("scf.yield", product.start())
+        products = len(_PRODUCT.findall(ttgir[start:end]))
+        pending = re.search(r"warp_group_dot_wait.*pendings = (\d+)", ttgir[product.end() : end])
+        for tile in product.groups():
+            while tile in views:
+                tile = views[tile]
+            ahead = len(re.findall(rf"memdesc_index {re.escape(tile)}\[", ttgir[:start]))
+            if tile in buffers and ahead and pending and buffers[tile] < ahead + math.ceil(int(pending[1]) / products):
+                overwritten.add(tile)
+    return len(overwritten)
 
 
 def cubin_usage(cubin: bytes) -> tuple[int, int]:

@@ -140,7 +140,7 @@ def coarse_class(launch: Launch) -> tuple:
 
 # How it is judged -----------------------------------------------------------------------------------------------------
 
-GATES = ("builds", "fits", "spills", "widths", "atomics", "fp64", "calls")
+GATES = ("builds", "fits", "spills", "widths", "atomics", "fp64", "calls", "races")
 
 
 def judge(launch: Launch, result: Resources | str) -> dict[str, str]:
@@ -171,6 +171,8 @@ def judge(launch: Launch, result: Resources | str) -> dict[str, str]:
         missed["fp64"] = f"{result.doubles} instructions, allowed 0"
     if result.calls or result.library:
         missed["calls"] = f"{result.calls} calls, {', '.join(result.library) or 'no'} library functions, allowed 0"
+    if result.overwritten:
+        missed["races"] = f"{result.overwritten} tiles overwritten while a product reads them, allowed 0"
     return missed
 
 

@@ -100,6 +100,7 @@ class Resources:
         atomics, loops, calls, doubles: atomic operations, compare-and-swap loops, calls that were not inlined, and
             fp64 arithmetic, in instructions.
         library: functions of the vendor's library that the source names.
+        overwritten: tiles that a later copy may overwrite while a matrix product still reads them.
     """
 
     registers: int
@@ -112,6 +113,7 @@ class Resources:
     loops: int = 0
     calls: int = 0
     doubles: int = 0
+    overwritten: int = 0
     library: list = field(default_factory=list)
 
     def to_json(self) -> dict:
@@ -306,6 +308,7 @@ def _read_nvidia(text, accesses) -> dict:
         "loops": len(_find(r"\batom\.\S*cas\b", "cas", lines)),
         "calls": len(_find(r"^\s*call\b", "call", lines)),
         "doubles": len(_find(_DOUBLES, "f64", lines)),
+        "overwritten": assembly.overwritten_tiles(text["ttgir"]),
     }  # fmt: skip
 
 

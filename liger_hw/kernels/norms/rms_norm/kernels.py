@@ -158,9 +158,7 @@ def rms_norm_backward(
             squares += square(s, dtype, CASTING)
             products += m * s
         rstd = rstd_of(tl.sum(squares, 1) / cols, eps, dtype, CASTING)
-        if ROWS > 1:  # an eps that is 0, or rounds to it, would make 0 / 0 of absent rows
-            rstd = tl.where(row < rows, rstd, 0.0)
-        rstd = rstd[:, None]
+        rstd = tl.where(row < rows, rstd, 0.0)[:, None]  # an eps of 0 makes 0 / 0 of absent rows
         mean = rstd * tl.sum(products, 1)[:, None] / cols
         dw_before, dw = dw, ()
         for i in tl.static_range(BLOCKS):
