@@ -1,6 +1,6 @@
 """Every private name of torch that the package uses, and functions that need one.
 
-A new release of torch may break this file alone. The exception are `_parameters`, `_buffers` and `_modules` of
+A new release of torch may break this file alone. Exceptions are `_parameters`, `_buffers` and `_modules` of
 torch.nn.Module, which any file may read: they are as old as torch, and a patched module reads them in each forward.
 """
 

@@ -150,9 +150,9 @@ def traced_as_one(fake, most_rows=0):
 
 
 def _fields(inputs):
-    """Return annotations of a schema, one for each field of a NamedTuple.
+    """Return a schema's annotations, one for each field of a NamedTuple, and two texts.
 
-    And the arguments of its call as text, and the inputs as text of its names.
+    These are the arguments of a call of the op, and the expressions that make its inputs of them.
     """
     fields, arguments, texts = {}, [], []
     for name, kind in inputs.items():

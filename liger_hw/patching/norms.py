@@ -102,7 +102,7 @@ class NormMatch(Match):
 def check_eps(original, replacement, module, eps_name, case, exact=True):
     """Raise `Objection` if a norm uses its eps otherwise than the op.
 
-    It may have a lower bound.
+    A norm may have a lower bound of eps.
 
     Args:
         original, replacement: functions of (eps, training, *arguments).

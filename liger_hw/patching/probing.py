@@ -161,12 +161,6 @@ def case_of(width, rows=1, weights=0):
     return case
 
 
-def rows_per_dtype(*shape):
-    """Return cases of one argument: rows with standard deviation 3, in each of `DTYPES`."""
-    random = generator()
-    return [(3 * random_rows(random, *shape, dtype=dtype),) for dtype in DTYPES]
-
-
 def generator():
     """Return a random generator on the CPU with seed 0."""
     return torch.Generator().manual_seed(0)

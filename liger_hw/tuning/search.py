@@ -193,7 +193,7 @@ def _seconds(function, key, candidate) -> float:
 class _Search:
     """Time candidates, and compare their results with the default's.
 
-    The arguments are those of now.
+    It copies what the function writes to, as that is when it is made.
 
     Attributes:
         times: candidate -> its seconds; infinite if it cannot run, or computes something else.

@@ -161,3 +161,18 @@ def test_deterministic(backend, device):
     with use_backend(backend):
         first, second = run(qk_norm_rope, inputs, {}), run(qk_norm_rope, inputs, {})
     assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_a_dynamic_number_of_heads_compiles(unsqueeze_dim, backend, device):
+    torch._dynamo.reset()
+    q, k = torch.randn(2, 3, 4, 8, device=device), torch.randn(2, 3, 4, 8, device=device)
+    tables = [torch.randn(1, q.shape[3 - unsqueeze_dim], 8, device=device) for _ in range(2)]
+    weight = torch.ones(8, device=device)
+
+    def rotated(q, k):
+        return qk_norm_rope(q, k, weight, weight, *tables, unsqueeze_dim=unsqueeze_dim)
+
+    with use_backend(backend):
+        compiled = torch.compile(rotated, backend="aot_eager", dynamic=True)
+        torch.testing.assert_close(compiled(q, k), rotated(q, k))

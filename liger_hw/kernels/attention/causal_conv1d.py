@@ -215,7 +215,7 @@ def _program_part(index, parts, length, ROWS: tl.constexpr):
 
 @triton.jit
 def _within(valid, row, first, end):
-    """Return the mask `there` for a row from `first` to `end`, else an empty one."""
+    """Return the mask `valid` for a row from `first` to `end`, else an empty one."""
     row = tl.full((1, 1), row, tl.int32)  # Triton's interpreter makes integers of a scalar condition
     return valid & (row >= first) & (row < end)
 

@@ -86,7 +86,7 @@ embedding_add_parts_config = tuned(_block, "embedding_add_parts")
 
 @triton.jit
 def _only_if(valid, mask):
-    """Mask everything unless the number `there` is true.
+    """Mask everything unless the number `valid` is true.
 
     A comparison, because the interpreter makes integers of an int1 that it broadcasts.
     """

@@ -14,7 +14,7 @@ def heads_inside(x, unsqueeze_dim):
 def empty_output(x, unsqueeze_dim, inside):
     """Return dense memory like `x`, with heads of a token side by side or not."""
     batch, one, two, dim = shape = x.shape
-    in_order = inside == (unsqueeze_dim == 2)
+    in_order = inside if unsqueeze_dim == 2 else not inside  # a compiler compares no symbol with a bool
     strides = (one * two * dim, two * dim, dim, 1) if in_order else (one * two * dim, dim, one * dim, 1)
     # on an x86 CPU new_empty_strided takes 1.35 us, empty_like 1.19
     return torch.empty_like(x) if x.stride() == strides else x.new_empty_strided(shape, strides)

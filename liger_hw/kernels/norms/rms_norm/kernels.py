@@ -1,6 +1,9 @@
 """Compute the root-mean-square norm of rows that a program holds, with Triton kernels."""
 # the package's docstring has the formulas
 
+import functools
+from dataclasses import replace
+
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._configs import norm_backward_config, norm_forward_config
@@ -157,8 +160,7 @@ def rms_norm_backward(
             m = before_weight(dy_blocks[i].to(tl.float32), W, w, offset, dtype, CASTING)
             squares += square(s, dtype, CASTING)
             products += m * s
-        rstd = rstd_of(tl.sum(squares, 1) / cols, eps, dtype, CASTING)
-        rstd = tl.where(row < rows, rstd, 0.0)[:, None]  # an eps of 0 makes 0 / 0 of absent rows
+        rstd = rstd_of(tl.sum(squares, 1) / cols, eps, dtype, CASTING)[:, None]
         mean = rstd * tl.sum(products, 1)[:, None] / cols
         dw_before, dw = dw, ()
         for i in tl.static_range(BLOCKS):
@@ -178,6 +180,12 @@ def rms_norm_backward(
             tl.store(dw_at, tl.sum(dw[i], 0)[None, :], in_row(at, cols, COLS))
 
 
+@functools.cache
+def _without_empty_rows(config):
+    """Change a tile to one row: an eps that is 0 in fp16 makes 0 / 0 of empty ones."""
+    return replace(config, meta=config.meta | {"ROWS": 1})
+
+
 def backward_rows(s, weight, dy, ds_out, ds, dweight, eps, offset, casting_mode):
     """Write the gradients `ds` and, unless it is None, `dweight`.
 
@@ -187,6 +195,8 @@ def backward_rows(s, weight, dy, ds_out, ds, dweight, eps, offset, casting_mode)
     """
     rows, cols = rows_and_cols(dy)
     config = rms_norm_backward_config(cols, s.element_size(), 2 if ds_out is None else 3, device_of(dy))
+    if eps < 3e-8:  # which fp16 rounds to 0
+        config = _without_empty_rows(config)
     programs = programs_for(config, rows, cols)
     dw = partial_sums(dweight, programs)
     (s, s_stride), (dy, dy_stride), (ds_out, ds_out_stride) = rows_of(s), rows_of(dy), rows_or_none(ds_out)

@@ -294,7 +294,7 @@ def divergence_forward(
     KIND: tl.constexpr, LOGARITHMS: tl.constexpr, ALIGNED: tl.constexpr, Y_LIKE_X: tl.constexpr,
     DX_LIKE_X: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # Y_ALIKE, DX_ALIKE: rows of Y, DX reach a 16-byte boundary at the same columns as rows of X
+    # Y_LIKE_X, DX_LIKE_X: rows of Y, DX reach a 16-byte boundary at the same columns as rows of X
     index = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth
     factor = 1.0 / tl.load(DENOMINATOR).to(tl.float32)

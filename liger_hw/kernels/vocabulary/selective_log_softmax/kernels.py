@@ -58,7 +58,7 @@ def _power_unit(softcap, temperature):
 def _online_softmax(z, mask, unit, row_max, sum_exp, moment, MOMENT: tl.constexpr, VECTOR: tl.constexpr):
     """Add a block to each lane's running maximum and both sums of powers 2^(unit z).
 
-    The second sum multiplies powers by their exponents. A lane reduces its x_y vectors alone, so that no lane waits for
+    The second sum multiplies powers by their exponents. A lane reduces its own vectors alone, so that none waits for
     another before the row's end.
     """
     LANES: tl.constexpr = z.shape[0] // VECTOR
