@@ -44,52 +44,30 @@ class _Loss(nn.Module):
 
     def __init__(self, **options):
         super().__init__()
-        for name in options:
+        for name, value in options.items():
             check_known("option", name, _names(type(self)), f"Options of {self.function.__name__}")
-        self.options = options
-        for name in options if self._uses_attributes() else ():
-            if hasattr(type(self), name):  # an attribute of a subclass would hide it
-                setattr(self, name, options[name])
-
-    def __getattr__(self, name):
-        options = self.__dict__.get("options", {})
-        return options[name] if name in options else super().__getattr__(name)
-
-    def __setattr__(self, name, value):
-        if "options" not in self.__dict__ or name not in _names(type(self)):
-            return super().__setattr__(name, value)
-        is_registered = isinstance(value, (nn.Parameter, nn.Module)) or name in self._registered()
-        if is_registered or hasattr(type(self), name):  # an attribute of a subclass, such as a property
-            if self._uses_attributes():
-                self._drop(name)
-            super().__setattr__(name, value)
-        else:
-            self.options = {**self.options, name: value}  # not that of a shallow copy, which shares the dictionary
-
-    def __delattr__(self, name):
-        if name in self.__dict__.get("options", {}) and not hasattr(type(self), name):
-            self._drop(name)
-        else:
-            super().__delattr__(name)
-
-    def _drop(self, name):
-        self.options = {other: value for other, value in self.options.items() if other != name}
-
-    def _registered(self):
-        return {**self._parameters, **self._buffers, **self._modules}
+            if hasattr(type(self), name) and self._uses_attributes():  # a property of a subclass would hide it
+                setattr(self, name, value)
+            else:  # unregistered, as the weight of a reference model belongs to that model
+                self.__dict__[name] = value
 
     def _uses_attributes(self):
         return type(self).forward is _Loss.forward  # another may have a parameter of an option's name for itself
 
+    def _options(self):
+        names = _names(type(self))
+        options = {name: self.__dict__[name] for name in names if name in self.__dict__}
+        is_registered = self._parameters or self._buffers or self._modules
+        if self._uses_attributes() and (type(self).__module__ != __name__ or is_registered):
+            values = {name: getattr(self, name, None) for name in names}
+            options |= {name: value for name, value in values.items() if value is not None}
+        return options
+
     def forward(self, *tensors, **more):
-        if self._uses_attributes() and (type(self).__module__ != __name__ or self._registered()):
-            others = _names(type(self)) - self.options.keys()
-            values = {name: getattr(self, name, None) for name in others}
-            more = {name: value for name, value in values.items() if value is not None} | more
-        return self.function(*tensors, **{**self.options, **more})
+        return self.function(*tensors, **{**self._options(), **more})
 
     def extra_repr(self):
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return ", ".join(f"{name}={value!r}" for name, value in self._options().items())
 
 
 def _text(data, call):

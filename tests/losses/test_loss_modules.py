@@ -109,17 +109,15 @@ def test_a_buffer_without_a_value_is_no_option():
     assert torch.equal(loss(x, w, labels)[0], PreferenceLoss(loss_type="simpo", softcap=2.0)(x, w, labels)[0])
 
 
-def test_an_option_and_a_parameter_of_a_subclass_cannot_share_a_name():
+def test_a_parameter_takes_the_place_of_an_option():
     class Learning(PreferenceLoss):
-        def __init__(self):
-            super().__init__(beta=0.7)
-            self.beta = torch.nn.Parameter(torch.tensor(0.7))
+        def __init__(self, bias):
+            super().__init__(loss_type="simpo", bias=torch.zeros_like(bias))
+            self.bias = torch.nn.Parameter(bias)
 
-        def forward(self, *tensors):
-            return super().forward(*tensors)
-
-    with pytest.raises(KeyError, match="attribute 'beta' already exists"):
-        Learning()
+    (x, w, b), *_, labels = case()
+    expected = PreferenceLoss(loss_type="simpo", bias=b.detach())(x, w, labels)[0]
+    assert torch.equal(Learning(b.detach())(x, w, labels)[0], expected)
 
 
 def test_a_subclass_may_learn_a_number():
@@ -134,7 +132,7 @@ def test_a_subclass_may_learn_a_number():
     (x, w, b), ref, labels = case()
     loss = Learning()
     loss.register_buffer("ref_bias", torch.zeros(1))
-    assert [*loss.state_dict()] == ["temperature", "ref_bias"] and "temperature" not in loss.options
+    assert [*loss.state_dict()] == ["temperature", "ref_bias"]
     found, expected = (
         of(x, w, labels, b, ref_x=ref[0], ref_weight=ref[1])[0] for of in (loss, PreferenceLoss(beta=0.3))
     )

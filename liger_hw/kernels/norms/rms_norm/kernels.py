@@ -182,7 +182,7 @@ def rms_norm_backward(
 
 @functools.cache
 def _without_empty_rows(config):
-    """Change a tile to one row: an eps that is 0 in fp16 makes 0 / 0 of empty ones."""
+    """Take tiles of one row: with eps=0, empty rows would be 0 / 0."""
     return replace(config, meta=config.meta | {"ROWS": 1})
 
 
