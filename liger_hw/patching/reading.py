@@ -361,7 +361,9 @@ def _read_instructions(instructions, scope, code):
     code.names.update(c for c in strings if isinstance(c, str) and c.isidentifier())
     code.constants.update(c for c in instructions.co_consts if type(c) in (int, float))
     kind, chain, holds_a_device = None, [], False
-    listed = [*instructions_of(instructions), None]
+    listed = instructions_of(instructions)
+    code.constants.update(i.argval for i in listed if i.opname == "LOAD_SMALL_INT")  # of Python 3.14
+    listed.append(None)
     for place, (instruction, before, after) in enumerate(zip(listed, [None, *listed], [*listed[1:], None])):
         name = instruction and instruction.opname
         if name in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM") or name and name.startswith("LOAD_SUPER_"):
