@@ -4,6 +4,7 @@ import functools
 from unittest import mock
 
 import pytest
+import tiny
 from engines import accelerate_fsdp2, ddp, fsdp2, learn_alike
 from old_torch import shards_integers
 from quantised import in_4_bits, in_8_bits
@@ -43,7 +44,7 @@ def learn_in_groups(engine, has_kernels, **options):
     assert sizes == ({2, 3} if has_kernels else set())
 
 
-@pytest.mark.parametrize("checkpointed", [None, False, True])
+@pytest.mark.parametrize("checkpointed", [None, False, pytest.param(True, marks=tiny.fails_in_4)])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("forced", BACKENDS)
 def test_groups_of_layers(forced, engine, checkpointed, ranks):

@@ -19,6 +19,8 @@ from liger_hw.patching.rotary import find_rotation
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of sums of 64 to 128 products
 moe = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+if not hasattr(moe, "Qwen3MoeExperts"):
+    pytest.skip("transformers 4 has no class of experts", allow_module_level=True)
 
 
 class Bare(nn.Module):

@@ -64,6 +64,7 @@ def test_modules_round_as_theirs(family):
         if match.op == "rms_norm":
             assert ours(x.float()).dtype == theirs(x.float()).dtype and torch.equal(ours(x.float()), theirs(x.float()))
     without = set() if EXPERTS_INTERFACE else {"clamped_swiglu(offset=1.0)"}
+    without |= {"layer_norm(offset=1.0)"} if tiny.IS_4 else set()  # there it reads the type of the device
     assert found == FAMILIES[family] - without
 
 

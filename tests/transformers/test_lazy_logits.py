@@ -730,6 +730,7 @@ def test_classes_of_a_program_beside_them(recording):
     assert torch.add(pair.lazy, Duck()) == torch.add(pair.real, Duck()) == ("add", [torch.Tensor, Duck])
 
 
+@tiny.fails_in_4
 def test_jit_trace_computes_the_logits():
     plain, patched, inputs = _models()
     ids, labels = inputs["input_ids"], inputs["labels"]

@@ -286,6 +286,7 @@ def test_a_module_that_refuses_attributes_is_patched_and_restored():
     assert type(norm) is frozen
 
 
+@tiny.fails_in_4
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi", "nemotron"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_shapes_on_the_meta_device(family, dtype):
