@@ -61,8 +61,8 @@ NO_HUGGING_FACE_MODEL = (
 )
 WITHOUT_LOGITS = (
     "False or None where logits are in memory: the loss needs the head's hidden states, which a hook on the head, a "
-    "second loss of the logits, compiled code of the program's own, FSDP1 around the head or "
-    "fused_linear_cross_entropy=False of the patch keep from it"
+    "second loss of the logits, a compiled forward, decorator or loss that is not transformers', FSDP1 around the head "
+    "or fused_linear_cross_entropy=False of the patch keep from it"
 )
 # functions that only create tensors, which give no other number, and linear, which nn.Linear's pins hold; DeepSpeed
 # replaces both
@@ -379,7 +379,8 @@ def written_by_transformers(function):
     Other code may give its logits to an autograd function, or ask whether they are a tensor.
     """
     while function is not None:
-        if getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0] != "transformers":
+        package = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
+        if package not in ("transformers", "torch"):  # torch's decorators, such as no_grad
             return False
         function = getattr(function, "__wrapped__", None)
     return True

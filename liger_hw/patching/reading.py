@@ -355,14 +355,18 @@ class _Scope(NamedTuple):
     namespace: dict
 
 
-def _read_instructions(instructions, scope, code):
+def _read_constants(instructions, listed, code):
     # names in tuples are those of `case` clauses
     strings = itertools.chain(instructions.co_consts, *(c for c in instructions.co_consts if isinstance(c, tuple)))
     code.names.update(c for c in strings if isinstance(c, str) and c.isidentifier())
     code.constants.update(c for c in instructions.co_consts if type(c) in (int, float))
+    code.constants.update(i.argval for i in listed if i.opname == "LOAD_SMALL_INT")  # of Python 3.14
+
+
+def _read_instructions(instructions, scope, code):
     kind, chain, holds_a_device = None, [], False
     listed = instructions_of(instructions)
-    code.constants.update(i.argval for i in listed if i.opname == "LOAD_SMALL_INT")  # of Python 3.14
+    _read_constants(instructions, listed, code)
     listed.append(None)
     for place, (instruction, before, after) in enumerate(zip(listed, [None, *listed], [*listed[1:], None])):
         name = instruction and instruction.opname

@@ -21,10 +21,12 @@ class Record:
         hidden: (..., H), the rows of the head's input that give these logits.
         vocabulary: number of columns.
         dtype: of the logits.
+        head_dtype: of the head's output, the same or 16-bit.
     """
 
-    def __init__(self, hidden, vocabulary, dtype, steps=()):
+    def __init__(self, hidden, vocabulary, dtype, steps=(), head_dtype=None):
         self.hidden, self.vocabulary, self.dtype, self.steps = hidden, vocabulary, dtype, steps
+        self.head_dtype = head_dtype or dtype
 
     @property
     def shape(self):
@@ -33,7 +35,7 @@ class Record:
     def _then(self, name, argument=None, hidden=None, vocabulary=None, dtype=None):
         steps = (*self.steps, (name, argument))
         hidden = self.hidden if hidden is None else hidden
-        return Record(hidden, vocabulary or self.vocabulary, dtype or self.dtype, steps)
+        return Record(hidden, vocabulary or self.vocabulary, dtype or self.dtype, steps, self.head_dtype)
 
     def multiply(self, number):
         return self._then("mul", number) if type(number) in (int, float) else None
@@ -53,8 +55,9 @@ class Record:
         return self._then("add", row.detach().flatten().clone()) if fits else None
 
     def cast(self, dtype=None, *others, **options):
-        """Cast to fp32, in which ops compute; others round, or want a wider loss."""
-        if others or options or dtype not in (self.dtype, torch.float32):
+        """Cast to fp32, or back; other casts round, or ask for a wider loss."""
+        returns = dtype == self.head_dtype and all(name in ("to", "copy", *VIEWS) for name, _ in self.steps)
+        if others or options or dtype not in (self.dtype, torch.float32) and not returns:
             return None
         return self if dtype == self.dtype else self._then("to", dtype, dtype=dtype)
 

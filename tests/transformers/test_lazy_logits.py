@@ -355,6 +355,16 @@ def test_casts_to_other_dtypes_than_fp32_compute(dtype):
 
 
 @pytest.mark.parametrize(
+    "steps, stays", [(lambda x: x, True), (lambda x: x[:, 1:].contiguous(), True), (lambda x: x * 3.0, False)]
+)
+def test_a_cast_back_computes_only_after_arithmetic(steps, stays):
+    lazy, real = Pair(recording=True, dtype=torch.bfloat16).both()
+    found, expected = (steps(x.float()).bfloat16() for x in (lazy, real))
+    assert hasattr(found, "cell") == stays and (not stays or not computed(found))
+    assert found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
     "write",
     [
         lambda x: x.detach().zero_(), lambda x: x.data.mul_(2.0), lambda x: x.numpy().fill(0), lambda x: x.zero_(),

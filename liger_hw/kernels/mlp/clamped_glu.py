@@ -49,7 +49,7 @@ def clamped_swiglu(
         up: (..., C), like `gate`.
         limit: upper bound of `gate`, and bound of `up` on both sides; values beyond it get no gradient.
         alpha: factor in the sigmoid's argument; the gate times its sigmoid is then rounded after each operation, as in
-            gpt_oss. None: silu, rounded once (DeepSeek-V4).
+            gpt_oss, also for 0. None: silu, rounded once (DeepSeek-V4).
         offset: added to the clamped `up`; gpt_oss uses 1.0.
         interleaved: gate and up alternate in the rows of a fused `gate`; otherwise the gate is their first half.
 
