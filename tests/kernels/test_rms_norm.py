@@ -17,6 +17,13 @@ def test_parity(op, dtype, backend, device, small_cases):
         check(op, inputs, options, backend)
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_an_eps_that_fp16_rounds_to_zero(eps, backend, device):
+    """Rows beyond the last would be 0 / 0."""
+    x, w = (torch.randn(*size, device=device).half().requires_grad_() for size in ((5, 64), (64,)))
+    check(rms_norm, (x, w), {"eps": eps, "casting_mode": "none"}, backend)
+
+
 ROUNDED = [torch.float16] if interpreting() else DTYPES[1:]  # the interpreter truncates to bf16
 
 
