@@ -66,7 +66,8 @@ def mhc_project(
         phi = tl.load(PHI + at[:, None] * count + n, inside[:, None] & (n < count), other=0.0)
         # Changes no value, but lets the product read registers: Triton 3.6 and 3.9 load the next tile over one that has
         # two uses while a product of sm90 still reads it (errors of 0.01 beside other processes, H200)
-        x = tl.where(valid, x, 0.0)
+        if X.dtype.element_ty.primitive_bitwidth < 32:
+            x = tl.where(valid, x, 0.0)
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
         if x.dtype == phi.dtype:
