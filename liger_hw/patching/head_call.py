@@ -24,7 +24,7 @@ class Forward:
             quotient after the optimizer's step gets the logits of this forward.
         unsharded: what FSDP2 has to shard again at its end.
         within: whether autograd records it, and the hooks for saved tensors around it.
-        takes_objects: function that tells whether the code that reads the logits takes them as no tensor.
+        takes_objects: function that tells whether the logits may be an object that is no tensor (`TracedLogits`).
     """
 
     def __init__(self, takes_objects=lambda: False):

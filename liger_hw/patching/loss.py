@@ -35,7 +35,7 @@ from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, attributes_in, attributes_read, read, read_function
 from liger_hw.patching.swapping import swapped_base
 from liger_hw.patching.traced_logits import TracedLogits
-from liger_hw.patching.values import foreign
+from liger_hw.patching.values import foreign, package
 
 UNCOMPUTED = LazyLogits, TracedLogits  # which share an interface: fits, fuse, computed, by_products
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores
@@ -278,7 +278,7 @@ class CausalLMMatch(ModelMatch):
 
         matched = original.loss_function
         original_loss_function = matched.fget  # Dynamo cannot trace a look-up inside `loss_function`
-        by_transformers, losses = written_by_transformers(original.forward), _transformers_losses()
+        by_transformers, losses = _written_by_transformers(original.forward), _transformers_losses()
 
         def takes_objects(self):
             chosen = original_loss_function(self)
@@ -370,17 +370,16 @@ def _op_attributes():
 def _transformers_losses():
     from transformers.loss.loss_utils import LOSS_MAPPING
 
-    return [loss for loss in LOSS_MAPPING.values() if written_by_transformers(loss)]
+    return [loss for loss in LOSS_MAPPING.values() if _written_by_transformers(loss)]
 
 
-def written_by_transformers(function):
+def _written_by_transformers(function):
     """Tell whether transformers wrote `function` and those that it wraps.
 
     Other code may give its logits to an autograd function, or ask whether they are a tensor.
     """
     while function is not None:
-        package = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
-        if package not in ("transformers", "torch"):  # torch's decorators, such as no_grad
+        if package(function) not in ("transformers", "torch"):  # torch's decorators, such as no_grad
             return False
         function = getattr(function, "__wrapped__", None)
     return True

@@ -132,10 +132,9 @@ def scale_and_softcap(steps):
             denominator *= argument
         else:
             return None
-    if not math.isfinite(numerator / denominator):
-        return None
     cap = 1.0 if capped and cap is None else cap
-    return numerator * (cap or 1.0) / denominator, cap
+    scale = numerator * (cap or 1.0) / denominator if denominator else math.inf
+    return (scale, cap) if math.isfinite(scale) else None
 
 
 def operands(hidden, weight, bias, steps, dtype):

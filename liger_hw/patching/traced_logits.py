@@ -2,6 +2,7 @@
 
 The compiler cannot trace the tensor subclass of `lazy_logits`, and needs none: no hook or mode runs while it traces.
 The object records the operations that a loss understands; every other operation gets the logits as an ordinary tensor.
+Only transformers' own forwards and losses get it: other code may need a tensor, for an autograd function for example.
 The object stays within the forward: outputs hold an `UnreadableLogits` in its place.
 """
 

@@ -193,7 +193,7 @@ def _seconds(function, key, candidate) -> float:
 class _Search:
     """Time candidates, and compare their results with the default's.
 
-    It copies what the function writes to, as that is when it is made.
+    It copies the tensors that the function writes to before the first call.
 
     Attributes:
         times: candidate -> its seconds; infinite if it cannot run, or computes something else.

@@ -93,6 +93,15 @@ def test_steps_that_a_loss_understands(steps, scale, softcap):
 
 
 @pytest.mark.parametrize(
+    "steps", [lambda x: x / 1e-200 / 1e-200, lambda x: x * float("inf"), lambda x: (x / 1e-200).tanh() * 1e300]
+)
+def test_scales_that_are_no_number_are_not_fused(steps):
+    lazy, real = map(steps, Pair(recording=True).both())
+    assert scale_and_softcap(lazy.cell.record.steps) is None
+    torch.testing.assert_close(lazy.clone(), real, equal_nan=True)
+
+
+@pytest.mark.parametrize(
     "step",
     [
         lambda x: x + 1, lambda x: 1 - x, lambda x: x * torch.tensor(2.0), lambda x: x[..., 2:7], lambda x: x[0, 0],

@@ -203,9 +203,6 @@ def library_calls(ttir: str) -> list[str]:
     return sorted(set(re.findall(r'tt\.extern_elementwise.*?symbol = "(\w+)"', ttir)))
 
 
-_REGISTERS, _FRAME = 0x2F, 0x11  # EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
-
-
 _PRODUCT = re.compile(r"warp_group_dot (%\S+), (%[^\s,]+).*isAsync = true")
 _BUFFERS = re.compile(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x")
 
@@ -231,6 +228,9 @@ def overwritten_tiles(ttgir: str) -> int:
             if tile in buffers and ahead and pending and buffers[tile] < ahead + math.ceil(int(pending[1]) / products):
                 overwritten.add(tile)
     return len(overwritten)
+
+
+_REGISTERS, _FRAME = 0x2F, 0x11  # EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
 
 
 def cubin_usage(cubin: bytes) -> tuple[int, int]:
