@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-OPTIONAL = ("transformers",)  # packages that some names need
+OPTIONAL_PACKAGES = ("transformers",)  # packages that some names need
 
 
 def lazy_names(package, modules):
@@ -28,7 +28,7 @@ def lazy_names(package, modules):
         try:
             value = getattr(importlib.import_module(module_of[name]), name)
         except ModuleNotFoundError as error:
-            if error.name not in OPTIONAL:
+            if error.name not in OPTIONAL_PACKAGES:
                 raise
             hint = f"{package}.{name} needs the package {error.name}: pip install {error.name}"
             raise ModuleNotFoundError(hint, name=error.name) from error

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 CALL = torch.nn.Module.__call__, torch.nn.Module._call_impl  # of every module, unless its class replaces one
-OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace)
+OPERATION_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops._OpNamespace)
 # name of an op -> Triton kernels that compiled code launches for it; keys of the compiler's cache have their source
 INLINED_KERNELS = getattr(torch._library.triton, "triton_ops_to_kernels", {})
 LINEAR = torch._C._nn.linear  # `torch.nn.functional.linear`, which a program may replace

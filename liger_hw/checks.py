@@ -17,7 +17,7 @@ from liger_hw.spelling import suggestion
 
 F = TypeVar("F", bound=Callable)
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # which kernels compute in fp32, and no others
-NUMBERS = frozenset((float, int, bool, type(None)))  # types that need no gradient
+PLAIN_NUMBER_TYPES = frozenset((float, int, bool, type(None)))  # types that need no gradient
 
 
 class UnreadableTensor(TypeError):
@@ -50,7 +50,7 @@ def check_constants(**arguments) -> None:
 
 def plain_number(value):
     """Return a number as Python's, because kernels take no others, such as numpy's."""
-    if type(value) in NUMBERS:
+    if type(value) in PLAIN_NUMBER_TYPES:
         return value
     if not isinstance(value, numbers.Real):
         is_number = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
@@ -89,7 +89,7 @@ def refuse_dtype(argument: str, got, dtypes: Sequence[torch.dtype] = KERNEL_DTYP
     refuse(argument, got, f"{dtypes}{advice}")
 
 
-KINDS = {  # annotation of an argument -> the types it accepts, and their name in an error; flags take anything
+ARGUMENT_KINDS = {  # annotation of an argument -> the types it accepts, and their name in an error; flags take anything
     torch.Tensor: (torch.Tensor, "a tensor"),
     float: (numbers.Real, "a number"),
     int: (numbers.Integral, "an integer"),
@@ -123,7 +123,7 @@ def explain(error, function, args, kwargs) -> None:
         raise TypeError(f"{function.__name__}() {mismatch}") from None
     for name, value in bound.arguments.items():
         annotation = bound.signature.parameters[name].annotation
-        kinds = [KINDS.get(kind) for kind in get_args(annotation) or (annotation,)]
+        kinds = [ARGUMENT_KINDS.get(kind) for kind in get_args(annotation) or (annotation,)]
         fits = None in kinds or isinstance(value, tuple(kind for kind, _ in kinds))
         if Sequence[torch.Tensor] in get_args(annotation) and isinstance(value, Sequence):
             fits = len(value) and all(map(torch.is_tensor, value))

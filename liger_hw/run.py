@@ -54,10 +54,10 @@ def plan_activations(budget: str):
     Raises:
         ValueError: `budget` is none of `liger_hw.activations`.
     """
-    from liger_hw.checkpointing.budget import VARIABLE, bytes_of
+    from liger_hw.checkpointing.budget import BUDGET_VARIABLE, bytes_of
 
     bytes_of(budget, None)
-    os.environ[VARIABLE] = budget
+    os.environ[BUDGET_VARIABLE] = budget
 
 
 if __name__ == "__main__":

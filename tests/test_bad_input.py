@@ -11,7 +11,7 @@ import torch
 import liger_hw
 from liger_hw import use_backend
 from liger_hw._triton import AVAILABLE, interpreting
-from liger_hw.checks import KINDS, names_arguments
+from liger_hw.checks import ARGUMENT_KINDS, names_arguments
 from liger_hw.dispatch import OPS
 from liger_hw.transformers import functional
 from liger_lab.cases import CASES, DIFFERENTIABLE, small_cases
@@ -61,7 +61,7 @@ def test_the_wrong_kind_is_named(function, arguments):
     with use_backend(None):
         function(**arguments)
         for name, parameter in inspect.signature(function).parameters.items():
-            kinds = [KINDS.get(kind) for kind in get_args(parameter.annotation) or (parameter.annotation,)]
+            kinds = [ARGUMENT_KINDS.get(kind) for kind in get_args(parameter.annotation) or (parameter.annotation,)]
             if None in kinds:  # a flag, for which every value is true or false; the options of a loss
                 continue
             for wrong in (TEXT, NUMBERS, None) if parameter.default is parameter.empty else (TEXT, NUMBERS):

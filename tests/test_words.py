@@ -175,6 +175,27 @@ def test_a_class_name_has_one_meaning():
     assert {name for name, files in classes.items() if len(files) > 1} <= SHARED_CLASS_NAMES
 
 
+EVERY_ROOM = {"NAMES", "LN_2", "LOG2_E"}  # tables of lazy packages; numbers of kernels, which Python needs, too
+
+
+def constants(file):
+    """Yield (name, value) of the constants that a file defines by itself."""
+    for node in ast.parse(file.read_text()).body:
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            if isinstance(target, ast.Name) and target.id.isupper() and not target.id.startswith(("_", "PROBE_")):
+                yield target.id, ast.unparse(node.value)
+
+
+def test_a_constant_has_one_meaning():
+    """But for the vendors' tables, which have the same names, and sizes of probes."""
+    values = {}
+    for file in PACKAGES:
+        if room_of(file)[0] == "liger_hw" and room_of(file)[1] != "backends":
+            for name, value in constants(file):
+                values.setdefault(name, set()).add(value)
+    assert {name for name, meanings in values.items() if len(meanings) > 1} <= EVERY_ROOM
+
+
 def test_the_check_sees_every_fault():
     source = '''
 def f():

@@ -35,7 +35,7 @@ def _by_number(row: Architecture) -> tuple:
 ARCHITECTURES: dict[str, Architecture] = {
     row.device.backends[0]: row for vendor in VENDORS.values() for row in sorted(vendor.ROWS, key=_by_number)
 }
-NAMES = ("reference", "triton", *VENDORS, *ARCHITECTURES)  # of backends
+BACKENDS = ("reference", "triton", *VENDORS, *ARCHITECTURES)  # of backends
 
 
 # Devices --------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ _entering_or_leaving = threading.Lock()
 
 def check_name(name: str) -> str:
     """Return `name` if it is a backend name; otherwise raise a ValueError that lists them."""
-    check_known("backend", name, NAMES, "LIGER_HW_BACKEND and use_backend take")
+    check_known("backend", name, BACKENDS, "LIGER_HW_BACKEND and use_backend take")
     return name
 
 

@@ -4,7 +4,7 @@ import torch
 
 from liger_hw._torch import is_compiled
 from liger_hw.checkpointing.budget import host_bytes_of
-from liger_hw.checkpointing.passes import COMPILED, Activations, plans_of
+from liger_hw.checkpointing.passes import COMPILED_MODEL, Activations, plans_of
 from liger_hw.checks import check
 
 
@@ -49,7 +49,7 @@ def activations(model, budget="auto", host_budget=None):
         return None
     layers = _layers(model)
     if any(map(is_compiled, model.modules())):
-        raise ValueError(COMPILED)
+        raise ValueError(COMPILED_MODEL)
     device = next(layers[0].parameters()).device
     moves = device.type == "meta" or device.type == "cpu" and torch.accelerator.is_available()
     device = None if moves else device

@@ -6,7 +6,7 @@ import torch
 
 from liger_hw.checks import check, refuse
 
-VARIABLE = "LIGER_HW_ACTIVATIONS"  # of the environment: the budget of models patched under liger_kernel's names
+BUDGET_VARIABLE = "LIGER_HW_ACTIVATIONS"  # of the environment: the budget of models patched under liger_kernel's names
 HOST_SHARE = 0.5  # of the host's free memory that offloaded results may take, by default
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 ALLOWED = 'bytes (an int, or "100GiB", "512MiB"), a share of the device\'s memory (a float up to 1) or "auto"'

@@ -23,12 +23,12 @@ from liger_hw.checkpointing.weights import can_recompute, with_these_weights
 
 logger = logging.getLogger("liger_hw")
 
-FLAGS = "gradient_checkpointing", "_gradient_checkpointing_func"  # attributes of layers that transformers reads
+LAYER_FLAGS = "gradient_checkpointing", "_gradient_checkpointing_func"  # attributes of layers that transformers reads
 LARGE_INPUTS = 0.25  # of the free memory: if the inputs of all layers take more, measured passes offload them
-MARGIN = 0.05  # of the device's memory that budget="auto" leaves free, for fragmentation
+FREE_SHARE = 0.05  # of the device's memory that budget="auto" leaves free, for fragmentation
 GROWTH = 0.005  # of the budget: memory outside the layers that grew by more is planned for
 WATCHED = 64  # passes after a plan in which that memory is watched; the optimizer's state appears in the first ones
-COMPILED = (
+COMPILED_MODEL = (
     "liger_hw.activations plans eager layers, and this model runs under torch.compile, which decides itself what it "
     "keeps: undo the plan (liger_hw.activations(model, None)) and set torch._functorch.config.activation_memory_budget"
 )
@@ -129,14 +129,14 @@ class Activations:
 
     def take_layers(self):
         """Run the layers from now on, and remember the checkpointing that they have."""
-        self.former = [{name: vars(layer)[name] for name in FLAGS if name in vars(layer)} for layer in self.layers]
+        self.former = [{name: vars(x)[name] for name in LAYER_FLAGS if name in vars(x)} for x in self.layers]
         for layer in self.layers:  # not the model, whose masks for packed sequences depend on it
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = WhileRecording(), LayerCall(self, layer)
 
     def undo(self):
         """Give every layer its former checkpointing back."""
         for layer, former in zip(self.layers, self.former):
-            for name in FLAGS:
+            for name in LAYER_FLAGS:
                 vars(layer).pop(name, None)
             vars(layer).update(former)
         for hook in self.hooks:
@@ -166,7 +166,7 @@ class Activations:
             args: its positional arguments.
         """
         if torch.compiler.is_compiling():
-            raise RuntimeError(COMPILED)
+            raise RuntimeError(COMPILED_MODEL)
         tensors = tensors_to_recompute(function, args)
         if not tensors:
             return function(*args)
@@ -369,7 +369,7 @@ class Activations:
             logger.info("liger_hw.activations:\n%s", plan)
 
     def _budget_bytes(self):
-        return self.memory.available() - MARGIN * self.memory.total() if self.budget == "auto" else self.budget
+        return self.memory.available() - FREE_SHARE * self.memory.total() if self.budget == "auto" else self.budget
 
     def _too_small(self, peak):
         """Return the error of a budget below the `peak` of recomputing every layer, which fits."""

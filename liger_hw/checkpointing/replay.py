@@ -16,7 +16,7 @@ from liger_hw._torch import alias, backward_keeps_graph, tensor_version
 from liger_hw.checkpointing.forward_mode import ForwardMode
 from liger_hw.checkpointing.operations import MUTATES, NUMBERED, kind_of, memory_of, random_state, tensors_in, written
 from liger_hw.checkpointing.trace import Trace
-from liger_hw.checkpointing.transfers import CHANGED, Offloaded
+from liger_hw.checkpointing.transfers import KEPT_TENSOR_CHANGED, Offloaded
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,7 +34,7 @@ class Kept:
             RuntimeError: the program has written to it.
         """
         if tensor_version(self.x) != self.version:
-            raise RuntimeError(CHANGED)
+            raise RuntimeError(KEPT_TENSOR_CHANGED)
         return alias(self.x)  # autograd gives the result of each recomputation a history
 
 

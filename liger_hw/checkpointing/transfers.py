@@ -13,7 +13,7 @@ MEASURED_BYTES = 2**28  # of a copy that measures the link: 5 ms over PCIe 5
 
 
 AT_ONCE = 2.0**50  # bytes a second: a CPU does not wait for copies
-CHANGED = (
+KEPT_TENSOR_CHANGED = (
     "an input or a result of a layer that liger_hw.activations kept was changed in place after the layer: undo the "
     "plan (liger_hw.activations(model, None)), or change a copy"
 )
@@ -126,7 +126,7 @@ class Offloaded:
             RuntimeError: the program wrote to it before the copy had ended.
         """
         if self.changed:
-            raise RuntimeError(CHANGED)
+            raise RuntimeError(KEPT_TENSOR_CHANGED)
         self.prefetch()
         (memory, end), self.loaded = self.loaded, None
         self.transfers.wait(end)

@@ -7,7 +7,7 @@ from liger_hw.chunked_loss.functional import items_per_rank, policy_options, ref
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
 
-IGNORED = -1  # no token has this value: the loss gets the mask
+NO_TOKEN = -1  # no token has this value: the loss gets the mask
 
 
 class LigerFusedLinearPPOBase(CustomLoss):
@@ -43,7 +43,7 @@ class LigerFusedLinearPPOBase(CustomLoss):
         options = policy_options(locals()) | {"num_items_in_batch": num_items_in_batch}
         del options["temperature"]  # the log-probabilities have it
         shape = selected_token_ids.shape
-        linear = {"temperature": temperature, "ignore_index": IGNORED}
+        linear = {"temperature": temperature, "ignore_index": NO_TOKEN}
         if use_ref_model and ref_per_token_logps is None:
             reference_of(use_ref_model, ref_input, ref_weight, ref_bias)
             ref_per_token_logps = fused_linear_selective_log_softmax(
@@ -79,5 +79,5 @@ class LigerFusedLinearPPOBase(CustomLoss):
     def chunk_forward(input_chunk, weight, selected_token_ids, bias=None, temperature=1.0):
         """Compute the log-probabilities (k, T) of tokens (k, T) from hidden states (k, T, H)."""
         return fused_linear_selective_log_softmax(
-            input_chunk, weight, selected_token_ids, bias, temperature=temperature, ignore_index=IGNORED
+            input_chunk, weight, selected_token_ids, bias, temperature=temperature, ignore_index=NO_TOKEN
         )

@@ -92,7 +92,7 @@ def _text(facts: dict) -> str:
         if about["configured_as"] != about["detected"]:
             rows.append(["  configured as", *_facts(about["configured_as"])])
     if rows:
-        lines += ["", console.table(["device", *FACTS], rows)]
+        lines += ["", console.table(["device", *DEVICE_COLUMNS], rows)]
     shown = []
     for about in facts["devices"]:
         content = {key: about[key] for key in ("configured_as", "ops")}
@@ -118,7 +118,7 @@ def _about_table(kind: str, table: dict) -> str:
     return f"{kind} table: {table['file']}: {'; '.join(notes)}"
 
 
-FACTS = {  # column -> its text for a Device as a dictionary
+DEVICE_COLUMNS = {  # column -> its text for a Device as a dictionary
     "vendor": lambda d: d["vendor"],
     "arch": lambda d: d["arch"],
     "name": lambda d: d["name"] or "-",
@@ -136,4 +136,4 @@ FACTS = {  # column -> its text for a Device as a dictionary
 
 
 def _facts(device: dict) -> list:
-    return [text(device) for text in FACTS.values()]
+    return [text(device) for text in DEVICE_COLUMNS.values()]

@@ -17,7 +17,7 @@ from liger_hw._torch import (
 )
 
 TORCHS_APPLY = torch.autograd.Function.apply.__func__
-INSTEAD = "run under liger_hw.use_backend('reference')"
+REFERENCE_ADVICE = "run under liger_hw.use_backend('reference')"
 
 
 @constant_result
@@ -25,7 +25,7 @@ def _within_transforms():
     return transforms_active()
 
 
-def refuse_lost_backward(advice=INSTEAD):
+def refuse_lost_backward(advice=REFERENCE_ADVICE):
     """Raise a RuntimeError where a tracer would lose a function's backward."""
     if torch.is_grad_enabled() and is_exporting():
         raise RuntimeError(
@@ -79,7 +79,7 @@ class Function(torch.autograd.Function):
             gradients; a kept tensor that a program has written to; an argument with a tangent of forward-mode AD.
     """
 
-    instead = INSTEAD
+    instead = REFERENCE_ADVICE
 
     def __init_subclass__(cls):
         if "backward" in vars(cls):  # not where a base has wrapped it

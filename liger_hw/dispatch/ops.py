@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 from liger_hw import backends
 from liger_hw._torch import constant_result, is_dtensor, is_exporting
 from liger_hw._triton import AVAILABLE
-from liger_hw.checks import KERNEL_DTYPES, NUMBERS, explain, plain_numbers, refuse_dtype
+from liger_hw.checks import KERNEL_DTYPES, PLAIN_NUMBER_TYPES, explain, plain_numbers, refuse_dtype
 from liger_hw.dispatch.generated import arguments_by_name, define
 from liger_hw.sharding import by_shards
 from liger_hw.spelling import check_known
@@ -178,7 +178,7 @@ class Op:
         Args:
             bound: it takes one argument instead, the op's `arguments`.
         """
-        check_known("backend", backend, ("cpu", *backends.NAMES), "register takes")
+        check_known("backend", backend, ("cpu", *backends.BACKENDS), "register takes")
 
         def decorator(implementation):
             self.implementations[backend] = self._checked(implementation, bound)
@@ -195,7 +195,7 @@ class Op:
             return implementation
         names = ", ".join(self._parameters)
         checks = self._validate and f"validate({arguments_by_name(self._validate, self._parameters)})"
-        known = " and ".join(f"type({name}) in NUMBERS" for name in numbers) or None
+        known = " and ".join(f"type({name}) in PLAIN_NUMBER_TYPES" for name in numbers) or None
         plain = f"{', '.join(numbers)}, = plain_numbers(*OTHERS, {', '.join(f'{name}={name}' for name in numbers)})"
         source = f"""
             def {self.name}({names}):
@@ -206,7 +206,7 @@ class Op:
         """
         functions = define(
             self.name, source, validate=self._validate, implementation=implementation, arguments=self.arguments,
-            NUMBERS=NUMBERS, plain_numbers=plain_numbers,
+            PLAIN_NUMBER_TYPES=PLAIN_NUMBER_TYPES, plain_numbers=plain_numbers,
             OTHERS=[[name for name in numbers if kind in kinds[name]] for kind in (torch.Tensor, str)],
         )  # fmt: skip
         checked = functools.update_wrapper(functions[self.name], implementation)

@@ -14,7 +14,7 @@ from liger_hw.checks import check
 from liger_hw.patching.patch import patch
 from liger_hw.spelling import check_known
 
-FLAGS = {  # key of the configuration -> flags of `patch`
+PATCHES_BY_FLAG = {  # key of the configuration -> flags of `patch`
     "liger_rope": ("rope",),
     "liger_rms_norm": ("rms_norm",),
     "liger_layer_norm": ("layer_norm",),
@@ -23,7 +23,7 @@ FLAGS = {  # key of the configuration -> flags of `patch`
     "liger_cross_entropy": ("cross_entropy",),
     "liger_fused_linear_cross_entropy": ("fused_linear_cross_entropy",),
 }
-KEYS = (*FLAGS, "liger_rms_norm_gated", "liger_use_token_scaling")  # see `check_keys` for the last two
+KEYS = (*PATCHES_BY_FLAG, "liger_rms_norm_gated", "liger_use_token_scaling")  # see `check_keys` for the last two
 OTHER = "axolotl.integrations.liger.LigerPlugin"
 
 
@@ -70,7 +70,7 @@ class LigerHwPlugin(BasePlugin):
         """Patch `model` by the keys of `cfg`. `liger_cross_entropy` disables the fused loss."""
         check_keys(cfg)
         flags = {}
-        for key, names in FLAGS.items():
+        for key, names in PATCHES_BY_FLAG.items():
             value = cfg.get(key)
             flags |= {name: value for name in names if value is not None}
         if flags.get("cross_entropy"):

@@ -9,7 +9,7 @@ import torch
 from liger_hw.checks import check
 from liger_hw.patching.output_classes import without_by_products
 
-NAMES = ("token_accuracy", "entropy")
+METRICS = ("token_accuracy", "entropy")
 NOT_PATCHED = (
     "a causal model whose loss is patched, given labels: call liger_hw.patch(model), or add LigerHwCallback() to the "
     "trainer's callbacks. And one that is not compiled under DDP: its outputs lose the two"
@@ -43,12 +43,12 @@ class TokenMetrics:
         check(function is None, "compute_loss_func", function, NO_LABELS)
         check(not smoothing, "label_smoothing_factor", smoothing, SMOOTHING)
         check(self.args.n_gpu <= 1, "n_gpu", self.args.n_gpu, "1: start a process for each GPU, by torchrun")
-        asked = {f"return_{name}": True for name in NAMES}
+        asked = {f"return_{name}": True for name in METRICS}
         loss, outputs = super().compute_loss(model, {**inputs, **asked}, return_outputs=True, **kwargs)
-        check(all(hasattr(outputs, name) for name in NAMES), "model", type(model).__name__, NOT_PATCHED)
+        check(all(hasattr(outputs, name) for name in METRICS), "model", type(model).__name__, NOT_PATCHED)
         labels = inputs["labels"][..., 1:] if inputs.get("shift_labels") is None else inputs["shift_labels"]
         count = (labels != -100).sum().float()
-        sums = torch.stack((count, *(count * getattr(outputs, name) for name in NAMES)))
+        sums = torch.stack((count, *(count * getattr(outputs, name) for name in METRICS)))
         self.token_sums = self.token_sums or {}
         self.token_sums[model.training] = self.token_sums.get(model.training, 0) + sums
         return (loss, without_by_products(outputs)) if return_outputs else loss
@@ -72,4 +72,4 @@ class TokenMetrics:
         if sums is None:
             return {}
         count, *values = self.accelerator.reduce(sums, "sum").tolist()
-        return {f"{prefix}{name}": value / count for name, value in zip(NAMES, values) if count}
+        return {f"{prefix}{name}": value / count for name, value in zip(METRICS, values) if count}

@@ -18,7 +18,7 @@ from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused
 from liger_hw.kernels.vocabulary.selective_log_softmax import SelectedLogProbs
 from liger_hw.losses.arguments import check_numbers
 
-OPTIONAL = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")  # also names of `SelectedLogProbs`
+OPTIONAL_OUTPUTS = ("entropy", "is_top1", "mean_logits", "log_sum_sq_probs")  # also names of `SelectedLogProbs`
 FUNCTION = "_ChunkedLogProbFunction"  # the name under which `trl.trainer.utils` calls it
 
 
@@ -50,11 +50,11 @@ class ChunkedLogProbs:
         whole = all(type(x) in (torch.Tensor, torch.nn.Parameter) and not hasattr(x, "ds_id") for x in (hidden, weight))
         fits = hidden.dtype in (weight.dtype, torch.float32) and (bias is None or bias.dtype == weight.dtype)
         fits = fits or torch.is_autocast_enabled(hidden.device.type)
-        if not (fits and whole and set(outputs) <= {"log_probs", *OPTIONAL}):
+        if not (fits and whole and set(outputs) <= {"log_probs", *OPTIONAL_OUTPUTS}):
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
-        asked = {f"return_{name}": name in outputs for name in OPTIONAL}
+        asked = {f"return_{name}": name in outputs for name in OPTIONAL_OUTPUTS}
         output = fused_linear_selective_log_softmax(
             hidden, weight, targets, bias, temperature, final_logit_softcapping, logit_scale, **self.options, **asked
         )

@@ -28,7 +28,7 @@ from liger_hw.losses.arguments import IGNORED, check_numbers, flatten_rows, prep
 from liger_hw.losses.engine import CHUNK_MEMORY, Head, LogitScaling, sum_over_chunks, taken
 from liger_hw.spelling import check_known
 
-SOFT_LOSSES = ("kl", "reverse_kl", "jsd", "tvd")
+OFFLINE_LOSSES = ("kl", "reverse_kl", "jsd", "tvd")
 LEAST_REST = {"reverse_kl": 1e-7}
 
 
@@ -84,7 +84,7 @@ def offline_distillation_loss(
     labels, ignore_index = prepare_labels(x, labels, ignore_index, "labels")
     check_numbers("a positive number", above=0, temperature=temperature)
     check_numbers("0 to 1", least=0, most=1, beta=beta)
-    check_known("soft_loss", soft_loss, SOFT_LOSSES, "Soft losses")
+    check_known("soft_loss", soft_loss, OFFLINE_LOSSES, "Soft losses")
     divergence = kind_of(beta) if soft_loss == "jsd" else soft_loss, beta
     allowed = f"True: without the others {soft_loss} is no divergence"
     check(rest or divergence[0] in ("kl", "tvd"), "rest", rest, allowed)

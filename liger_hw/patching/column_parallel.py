@@ -15,7 +15,7 @@ from liger_hw.patching.traced_logits import TracedLogits
 from liger_hw.sharding import part_of
 
 # steps; others concern columns, which may be another rank's
-SERVED = {"copy", "div", "mul", "rows", "tanh", "to", "view"}
+SHARDED_STEPS = {"copy", "div", "mul", "rows", "tanh", "to", "view"}
 
 
 class ColumnParallelLogits(TracedLogits):
@@ -27,7 +27,7 @@ class ColumnParallelLogits(TracedLogits):
 
     @property
     def fits(self):
-        return super().fits and SERVED.issuperset(name for name, _ in self.record.steps)
+        return super().fits and SHARDED_STEPS.issuperset(name for name, _ in self.record.steps)
 
     def _tensors(self):
         bias = self.head.bias

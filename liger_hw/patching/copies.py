@@ -4,7 +4,7 @@ import torch
 
 from liger_hw.dispatch import autocasts
 
-CHANGED = (
+ADAPTER_CHANGED = (
     "an adapter's weights changed between its forward and its backward, in which the unpatched model would mix both: "
     "call backward before anything that writes to them, such as optimizer.step()"
 )
@@ -34,7 +34,7 @@ class _Watched(torch.autograd.Function):
         tensors = ctx.saved_tensors  # torch's error after a write that it counts
         for tensor, before in zip(tensors, tensors[ctx.kept :]):
             if not torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True):
-                raise RuntimeError(CHANGED)
+                raise RuntimeError(ADAPTER_CHANGED)
         if any(wrapper.merged for wrapper in ctx.wrappers):
             raise RuntimeError(MERGED)
         return None, None, *grads, *(None,) * ctx.kept

@@ -110,7 +110,7 @@ def _forward_of(original, up_first, activation, unchanged):
 
 
 def _gate_of(original, op_name, options, names, unchanged):
-    op = gates.OPS[op_name]
+    op = gates.GATED_OPS[op_name]
     takes_numbers = op_name == "clamped_swiglu"
     takes_whole_rows = takes_numbers and names["split"] != "up first"
     interleaved, split = names["split"] == "interleaved", gates.HALVES[names["split"]]

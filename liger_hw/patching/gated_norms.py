@@ -15,14 +15,14 @@ from liger_hw.patching.norms import PROBE_EPS, PROBE_WIDTH, check_eps
 from liger_hw.patching.reading import read
 from liger_hw.patching.witnesses import Proof
 
-OPTIONS = {  # option of the op -> its values, the default first
+NORM_OPTIONS = {  # option of the op -> its values, the default first
     "gate_first": (False, True),
     "activation": tuple(GATE_ACTIVATIONS),
     "casting_mode": GATED_CASTING_MODES,
 }
 FORMS = [
-    {name: value for name, value in zip(OPTIONS, values) if value != OPTIONS[name][0]}
-    for values in itertools.product(*OPTIONS.values())
+    {name: value for name, value in zip(NORM_OPTIONS, values) if value != NORM_OPTIONS[name][0]}
+    for values in itertools.product(*NORM_OPTIONS.values())
 ]
 
 

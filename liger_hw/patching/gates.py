@@ -3,7 +3,7 @@
 from liger_hw.kernels.mlp.clamped_glu import clamped_swiglu
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, GELU, activate, geglu, swiglu
 
-OPS = {op.__name__: op for op in (swiglu, geglu, clamped_swiglu)}
+GATED_OPS = {op.__name__: op for op in (swiglu, geglu, clamped_swiglu)}
 WITHOUT_NUMBERS = ((swiglu, {}), *((geglu, {"approximate": approximate}) for approximate in GELU))
 HALVES = {  # order of gate and up in a fused projection -> function that splits them
     "gate first": lambda x: x.chunk(2, dim=-1),

@@ -13,7 +13,7 @@ from liger_hw import _torch
 from liger_hw.patching.record import apply_steps, autocast_dtype
 
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
-NAMES, CHANGED = ("hidden states", "weight", "bias"), "changed"
+TENSOR_NAMES, CHANGED = ("hidden states", "weight", "bias"), "changed"
 
 
 class Forward:
@@ -49,7 +49,7 @@ class Source:
         self.tensors = tuple(None if t is None else t.detach() for t in tensors)
         self.autocast_dtype = autocast_dtype(tensors[0].device.type)
         # parts: weights that `weight` is a copy of
-        named = [*zip(NAMES, self.tensors), *(("weights", part.detach()) for part in parts)]
+        named = [*zip(TENSOR_NAMES, self.tensors), *(("weights", part.detach()) for part in parts)]
         self._seen = [(name, t, *_fingerprint(t)) for name, t in named if t is not None]
 
     def changes(self, names, sums_too=True):
@@ -68,7 +68,7 @@ class Source:
             if version_now != version or sums_too and not torch.equal(_fingerprint(tensor)[1], sums):
                 yield name, CHANGED
 
-    def check_unchanged(self, names=NAMES, sums_too=True):
+    def check_unchanged(self, names=TENSOR_NAMES, sums_too=True):
         """Raise a RuntimeError if the head's tensors have changed since the forward."""
         for name, change in self.changes(names, sums_too):
             raise RuntimeError(
@@ -119,7 +119,7 @@ class HeadCall:
         return source
 
 
-WORDS = 65536  # at most so many words lie between two of the same sum
+WORDS_PER_SUM = 65536  # at most so many words lie between two of the same sum
 
 
 def _fingerprint(tensor):
@@ -133,7 +133,7 @@ def _fingerprint(tensor):
     wide = flat.shape[-1] * flat.itemsize % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0
     words = flat.view(torch.int64 if wide else {2: torch.int16, 4: torch.int32}[flat.itemsize])
     count = words.numel()
-    rows = count // WORDS + 1
+    rows = count // WORDS_PER_SUM + 1
     distance = (count // rows - 1) | 1  # of two rows of words: the last ones of a row begin the next one
     sums = words.as_strided((rows, count - distance * (rows - 1)), (distance, 1)).sum(0)
     return None if tensor.is_inference() else _torch.tensor_version(tensor), sums

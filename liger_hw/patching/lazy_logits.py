@@ -60,7 +60,7 @@ def _functions(*names):
     return {function for function in functions if callable(function)}
 
 
-FACTS = _functions("size", "dim", "numel", "stride", "is_contiguous", "requires_grad_", "register_hook")
+METADATA_FUNCTIONS = _functions("size", "dim", "numel", "stride", "is_contiguous", "requires_grad_", "register_hook")
 # first of all, because each loss reads them
 READ_AT_EACH_LOSS = {T.shape.__get__, T.dtype.__get__, T.device.__get__, T.numel}
 STEPS = {function: operation for name, operation in OPERATIONS.items() for function in _functions(name)}
@@ -101,7 +101,7 @@ class Deferred(torch.Tensor):
             return None
         if func in NEED_MEMORY:
             args, kwargs = _torch.tree_map_only(Deferred, _with_memory, (args, kwargs))
-        elif _torch.saved_tensors_hooks() is not None and func.__name__ != "__get__" and func not in FACTS:
+        elif _torch.saved_tensors_hooks() is not None and func.__name__ != "__get__" and func not in METADATA_FUNCTIONS:
             _torch.tree_map_only(Deferred, Deferred.computed, (args, kwargs))  # the hooks may ask for memory
         with _torch.without_torch_function():
             return func(*args, **kwargs)

@@ -76,19 +76,19 @@ class _Width(int):
 
 
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod")
-OPERATORS = {  # class -> use of a number -> its operators; None: they give a further number
+ARITHMETIC_METHODS = ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod")
+TRACED_METHODS = {  # class -> use of a number -> its operators; None: they give a further number
     _Length: {
         "compares": (*COMPARISONS, "bool", "hash"),
         "reads": (
             "repr", "format", "int", "float", "round", "truediv", "rtruediv", "pow", "rpow", "divmod", "rdivmod",
             "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift",
         ),
-        None: (*ARITHMETIC, "neg"),
+        None: (*ARITHMETIC_METHODS, "neg"),
     },
-    _Width: {"compares": COMPARISONS, None: (*ARITHMETIC, "hash")},
+    _Width: {"compares": COMPARISONS, None: (*ARITHMETIC_METHODS, "hash")},
 }  # fmt: skip
-for _class, _verbs in OPERATORS.items():
+for _class, _verbs in TRACED_METHODS.items():
     for _verb, _operators in _verbs.items():
         for _operator in _operators:
             setattr(_class, f"__{_operator}__", _class.operator(f"__{_operator}__", _verb))

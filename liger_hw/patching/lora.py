@@ -38,7 +38,7 @@ LAYER = "peft.tuners.lora.layer"
 CLASSES = (LAYER, "Linear"), ("peft.tuners.lora.bnb", "Linear4bit")
 DORA = ("peft.tuners.lora.variants", "DoraLinearVariant"), ("peft.tuners.lora.dora", "DoraLinearLayer")
 HELPERS = ("_check_forward_args", "_cast_input_dtype")
-READ = ("forward", "__call__", *HELPERS, "merged", "disable_adapters", "active_adapters")
+LAYER_ATTRIBUTES = ("forward", "__call__", *HELPERS, "merged", "disable_adapters", "active_adapters")
 DORA_METHODS = ("get_weight_norm", "get_lora_weight")
 DORA_READS = ("transpose", "dequantize_module_weight", "ENABLE_DORA_CACHING")  # of its module
 NOT_A_LINEAR = "LoRA around {}, not a plain linear layer"
@@ -75,7 +75,7 @@ class LoraMatch(Match):
 
 def layer_pins(original):
     """Return `Pin`s of what a layer of PEFT runs."""
-    pins = [Pin(original, name, getattr(original, name)) for name in READ]
+    pins = [Pin(original, name, getattr(original, name)) for name in LAYER_ATTRIBUTES]
     for cls in (torch.nn.Linear, torch.nn.Dropout, torch.nn.Identity):
         pins += [*read(cls).pins, Pin(cls, "__call__", cls.__call__)]
     return pins

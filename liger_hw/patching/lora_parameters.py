@@ -22,7 +22,7 @@ from liger_hw.patching.swapping import is_swapped, original_class
 LAYER = "peft.tuners.lora.layer"
 METHODS = ("_check_forward_args", "_activate_lora", "get_base_layer", "get_param", "get_delta_weight")
 METHODS += ("get_delta_factors",)  # of newer versions
-READ = ("forward", "__call__", "_call_impl", "merged", "disable_adapters", "active_adapters", *METHODS)
+WRAPPER_ATTRIBUTES = ("forward", "__call__", "_call_impl", "merged", "disable_adapters", "active_adapters", *METHODS)
 PROXIES = ("_LoraParameterProxy", "_LoraFactorsProxy")
 ROLES = {"gate_up_proj": "gate_up_lora", "up_proj": "gate_up_lora", "down_proj": "down_lora"}
 PROBE_EXPERTS, PROBE_FEATURES, PROBE_HIDDEN, PROBE_RANK = 3, 24, 40, 4
@@ -37,7 +37,7 @@ class LoraParameterMatch(Match):
 
     def pins(self, original):
         owners = [vars(sys.modules[LAYER])[name] for name in PROXIES if name in vars(sys.modules[LAYER])]
-        pins = [Pin(original, name, getattr(original, name)) for name in READ if hasattr(original, name)]
+        pins = [Pin(original, name, getattr(original, name)) for name in WRAPPER_ATTRIBUTES if hasattr(original, name)]
         return [*pins, *(Pin(owner, "forward", owner.forward) for owner in owners)], {*METHODS}
 
     def members(self, original, unchanged):

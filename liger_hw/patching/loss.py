@@ -50,7 +50,7 @@ WRAPPED_BY_FSDP1 = (
     "FSDP1 wraps the head by itself and frees its weight before the loss, so the logits are computed as without the "
     "patch: leave the head out of auto_wrap_policy, so that the root holds it"
 )
-SERVED = "liger_hw_served"  # keyword argument beside such options: a list, to which the loss adds
+SERVED_KEY = "liger_hw_served"  # keyword argument beside such options: a list, to which the loss adds
 UNSERVED = (
     "none here: the model's forward does not pass it to transformers' ForCausalLMLoss, a program replaced one of them "
     "or entered a mode of torch's functions or operations, or the patch left the loss"
@@ -69,7 +69,7 @@ WITHOUT_LOGITS = (
 NOT_PINNED = ("empty", "full", "linear", "new_", "ones", "zeros")
 CALLABLE = types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType
 BY_PRODUCTS = ("token_accuracy", "predicted_tokens", "entropy")
-NAMED = ("__module__", "__name__", "__qualname__", "__doc__")  # annotations of Python 3.14 cannot be pickled
+NAME_FIELDS = ("__module__", "__name__", "__qualname__", "__doc__")  # annotations of Python 3.14 cannot be pickled
 REFUSED = {  # other keyword arguments that would change the loss -> the values that change nothing
     **dict.fromkeys(("loss_weights", "weight"), (None,)),
     "return_z_loss": (False, None),
@@ -117,7 +117,7 @@ def causal_lm_loss(
         ValueError: an option that no op supports, or labels that do not fit an option.
     """
     refuse_unserved(kwargs)
-    served = kwargs.pop(SERVED, [])
+    served = kwargs.pop(SERVED_KEY, [])
     served.append({})
     targets, token_weights = shift_labels, kwargs.get("token_weights")
     if token_weights is not None:
@@ -290,7 +290,7 @@ class CausalLMMatch(ModelMatch):
                 kwargs["skip_logits"], skip_logits = skip_logits, None
             skips = self.training if skip_logits is None else skip_logits
             asked = [name for name in names if labelled and _is_given(kwargs.get(name))]
-            served = kwargs.setdefault(SERVED, []) if asked else [True]
+            served = kwargs.setdefault(SERVED_KEY, []) if asked else [True]
             lazily = linear and labelled and (skips or not {*PRODUCTS}.isdisjoint(asked)) and unchanged(self)
             lazily = lazily and not is_exporting()  # which keeps no gradients from the forward
             layer = head_of(self)
@@ -313,7 +313,7 @@ class CausalLMMatch(ModelMatch):
             if not is_unchanged or not _is_causal_lm_loss(chosen):
                 return chosen
             served = functools.partial(causal_lm_loss, original=chosen, fused_ce=fused_ce)
-            return served if torch.compiler.is_compiling() else functools.update_wrapper(served, chosen, NAMED)
+            return served if torch.compiler.is_compiling() else functools.update_wrapper(served, chosen, NAME_FIELDS)
 
         return self.members_for_adapters() | {
             "_get_name": lambda self: type(self).__name__,  # a Trainer that smooths labels looks the name up

@@ -23,7 +23,7 @@ from liger_hw.patching.projection import is_projection, project_both, project_by
 from liger_hw.patching.reading import read
 from liger_hw.patching.values import foreign
 
-WIDER = 4  # gate and up than the hidden states, in many models
+WIDENING = 4  # gate and up than the hidden states, in many models
 PROBE_HIDDEN, PROBE_INTERMEDIATE, PROBE_OUT = 38, 46, 34  # numbers that code hardly contains
 OTHER_NUMBERS = (0.0, 0.2, 0.9, 5.0, -1.7)  # of which those below 1 may be a dropout's
 CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
@@ -48,14 +48,14 @@ class MLPMatch(Match):
 
     def members(self, original, unchanged):
         names, options = dict(self.names), dict(self.options)
-        clamped = gates.OPS[self.op] if self.op == "clamped_swiglu" else None
+        clamped = gates.GATED_OPS[self.op] if self.op == "clamped_swiglu" else None
         activation = None if clamped else gates.activation_name(self.op, options)
         down_name, dropout_name = names["down"], names.get("dropout_before")
         producer_names = [names[role] for role in ("gate", "up") if names.get(role)]
         casts = "casts_under_autocast" in names or not CASTS.isdisjoint(read(original).attributes)
 
         def forward(self, *args, **kwargs):
-            compiled = is_compiling() and compiles_by_itself(args, wider=WIDER)
+            compiled = is_compiling() and compiles_by_itself(args, wider=WIDENING)
             if compiled or not unchanged(self, args, kwargs):
                 return original.forward(self, *args, **kwargs)
             down = getattr(self, down_name)
@@ -176,7 +176,7 @@ def match_mlp(module):
     bypassed = tuple((name, original_class(child)) for name, child in others.items())
     for roles in _projection_roles(projections):
         case = functools.partial(_case, projections, roles)
-        cases = [(True, *case(dtype, scale=3)) for dtype in probing.DTYPES]
+        cases = [(True, *case(dtype, scale=3)) for dtype in probing.PROBE_DTYPES]
         for values, candidates in _candidates(module, dropouts, floats, visible):
 
             def probe(children, training, values=values):

@@ -15,7 +15,7 @@ from liger_hw.patching import probing, witnesses
 from liger_hw.patching.match import Match, compiles_by_itself, in_memory_order
 from liger_hw.patching.reading import read
 
-OPS = {op.__name__: op for op in (rms_norm, layer_norm, l2_norm)}
+NORM_OPS = {op.__name__: op for op in (rms_norm, layer_norm, l2_norm)}
 PROBE_EPS = 0.05  # replaces an eps attribute: large enough to change the result
 OTHER_EPS = (0.0, 1e-7, 3.0)  # beside the module's
 WRITTEN_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # tried for norms whose code contains eps as a number
@@ -46,7 +46,7 @@ class NormMatch(Match):
     keeps_order: bool = False
 
     def members(self, original, unchanged):
-        op, options, names = OPS[self.op], dict(self.options), dict(self.names)
+        op, options, names = NORM_OPS[self.op], dict(self.options), dict(self.names)
         weight_name, bias_name, eps_name = names["weight"], names.get("bias"), names.get("eps")
         written_eps = options.pop("eps", None)
         # under autocast torch's own layers run in fp32; on a GPU pow and rsqrt too, which a norm in fp32 does not show
@@ -108,7 +108,7 @@ def check_eps(original, replacement, module, eps_name, case, exact=True):
         original, replacement: functions of (eps, training, *arguments).
         case: as in `Proof`.
     """
-    for eps, dtype in itertools.product((vars(module)[eps_name], *OTHER_EPS), witnesses.DTYPES):
+    for eps, dtype in itertools.product((vars(module)[eps_name], *OTHER_EPS), witnesses.WITNESS_DTYPES):
         x, *rest = case(dtype, (2, 5))
         args = eps, module.training, x * (abs(eps) ** 0.5 or 3), *rest
         if not probing.agree(original, replacement, [args], exact):
@@ -175,7 +175,7 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
         return module.training, x, torch.nn.Parameter(probing.random_rows(random, width, dtype=weight_dtype))
 
     exact = op is not layer_norm and type(module) is not torch.nn.RMSNorm  # torch's kernels sum in another order
-    if not probing.agree(original, replacement, [rows(dtype, dtype) for dtype in probing.DTYPES], exact):
+    if not probing.agree(original, replacement, [rows(dtype, dtype) for dtype in probing.PROBE_DTYPES], exact):
         return None
     narrow, wide = (probing.agree(original, replacement, [rows(*pair) for pair in pairs], exact) for pairs in MIXED)
     case = probing.case_of(width, weights=1)

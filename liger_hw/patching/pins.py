@@ -34,12 +34,12 @@ from liger_hw.patching.values import (
 )
 from liger_hw.patching.witnesses import cover
 
-MODULE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
+INSTANCE_ATTRIBUTES = frozenset(vars(torch.nn.Module()))  # training, hooks, parameters, children
 COMPARABLE = (
     numbers.Number, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, torch.Size, types.FunctionType,
     types.BuiltinFunctionType,
 )  # fmt: skip
-NAMED = (types.FunctionType, types.BuiltinFunctionType)
+FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
 CONTAINERS = (list, dict, set, collections.deque)
 ENUM_BOOKKEEPING = ENUM_ATTRIBUTES - {"_value_"}
 OBJECT_SIZES = {type("Empty", (), {}).__basicsize__, types.SimpleNamespace.__basicsize__}
@@ -65,7 +65,7 @@ def fact(value, within=()):
             is nested too deeply.
     """
     if is_plain(value):  # a match is pickled with its facts, and types of functions cannot be
-        return None if isinstance(value, NAMED) else type(value), value
+        return None if isinstance(value, FUNCTION_TYPES) else type(value), value
     if any(value is outer for outer in within):
         return type(value)
     within = *within, value
@@ -157,7 +157,7 @@ def attribute_pins(module, code, exempt=(), children=()):
         if isinstance(value, CONTAINERS) and code.writes_in_place:
             raise Incomparable(f"may write to {name}")
         paths = [chain for chain in code.chains if chain[0] == name]
-        if is_plain(value) and not isinstance(value, (*NAMED, enum.Enum)) or not paths:
+        if is_plain(value) and not isinstance(value, (*FUNCTION_TYPES, enum.Enum)) or not paths:
             paths = [(name,)]
         pins += [_attribute_pin(module, path, children) for path in paths]
     for table in ("_parameters", "_modules"):  # None, in whose place a program may set a bias or a dropout later
@@ -191,7 +191,7 @@ def _reads_of(child, code):
         (
             name
             for name in sorted(names & members)
-            if not hasattr(torch.nn.Module, name) and name not in MODULE_ATTRIBUTES
+            if not hasattr(torch.nn.Module, name) and name not in INSTANCE_ATTRIBUTES
         ),
         None,
     )
@@ -205,7 +205,7 @@ def _reads_a_tensor(child, names):
 
 def functions_in(value):
     """Yield the functions in a pinned value or a `fact`."""
-    if isinstance(value, NAMED):
+    if isinstance(value, FUNCTION_TYPES):
         yield value
     elif isinstance(value, tuple):
         for item in value:
@@ -214,13 +214,13 @@ def functions_in(value):
 
 def reads(names, attribute):
     """Tell whether code with these names may read an attribute, unless every module has it."""
-    return attribute in names and attribute not in MODULE_ATTRIBUTES
+    return attribute in names and attribute not in INSTANCE_ATTRIBUTES
 
 
 def _attribute_pin(module, path, children):
     value, fields = vars(module)[path[0]], path[:1]
     for name in path[1:]:
-        if isinstance(value, COMPARABLE) and not isinstance(value, (*NAMED, type, enum.Enum)):
+        if isinstance(value, COMPARABLE) and not isinstance(value, (*FUNCTION_TYPES, type, enum.Enum)):
             break
         if isinstance(value, CONTAINERS) and name not in reading.PURE or computes(value, name):
             raise Incomparable(f"reads {'.'.join((*children, *fields, name))}, which other code computes")
@@ -256,7 +256,7 @@ class Members:
         modules = dict.fromkeys(base for cls in classes for base in cls.__mro__ if base is not object)
         self.classes = [*TENSORS, *((vars(cls), frozenset(vars(cls)), None) for cls in modules)]
         self.new, self.state = [], None
-        self.count = sum(len(known) for _, known, _ in self.classes) + len(KERNELS)
+        self.count = sum(len(known) for _, known, _ in self.classes) + len(KERNELS_AT_IMPORT)
         self.patched = [{}, None]  # the dictionary of the patched class, the class
 
     def watch(self, cls):
@@ -270,7 +270,7 @@ class Members:
 
         A program may put back what it replaced, as DeepSpeed does with `__new__` once it has built a model in shards.
         """
-        if any(map(_changes_operations, _torch.program_kernels - KERNELS)):
+        if any(map(_changes_operations, _torch.program_kernels - KERNELS_AT_IMPORT)):
             return False
         added = [
             [*itertools.islice(reversed(members), max(0, len(members) - len(known)))]
@@ -301,7 +301,7 @@ TENSORS = [
     (vars(cls), frozenset(vars(cls)), base)
     for cls, base in ((torch.Tensor, _torch.TensorBase), (torch.nn.Parameter, torch.Tensor))
 ]
-KERNELS = frozenset(_torch.program_kernels)
+KERNELS_AT_IMPORT = frozenset(_torch.program_kernels)
 HIDES_ALL = {"__getattr__", "__getattribute__"}
 LEFT_BY_LIBRARIES = {"__slotnames__", "___needs_generation_tag_patch"}  # in classes, by copies and torch.compile
 

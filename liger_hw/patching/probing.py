@@ -13,7 +13,7 @@ import torch
 
 from liger_hw._torch import TorchDispatchMode, without_global_module_hooks, without_modes
 
-DTYPES = (torch.float32, torch.bfloat16)
+PROBE_DTYPES = (torch.float32, torch.bfloat16)
 VISIBLE = 0.37  # at this value, a float attribute that the forward uses changes the result
 
 

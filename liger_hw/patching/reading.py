@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from liger_hw._torch import LINEAR, OPERATIONS
+from liger_hw._torch import LINEAR, OPERATION_TYPES
 from liger_hw.patching import values
 
 UNREADABLE = {  # functions of Python whose effect the code does not show
@@ -61,12 +61,12 @@ UNUSED = {  # special methods that no operator or function of Python calls while
 }  # fmt: skip
 PURE = {"get", "keys", "values", "items", "index", "count", "copy"}  # methods of containers that change nothing
 CONTEXTS = torch.no_grad.__base__.__module__, torch.autocast.__module__  # modules whose decorators set a state of torch
-TELLS = {"COMPARE_OP", "CONTAINS_OP", "FORMAT_VALUE", "FORMAT_SIMPLE", "MATCH_CLASS"}  # they tell values apart
+COMPARING = {"COMPARE_OP", "CONTAINS_OP", "FORMAT_VALUE", "FORMAT_SIMPLE", "MATCH_CLASS"}  # they tell values apart
 SKIPPED = {"EXTENDED_ARG", "CACHE", "PUSH_NULL"}  # instructions that read no name
 STORES = {"STORE_ATTR": "attribute", "DELETE_ATTR": "attribute", "STORE_GLOBAL": "global", "DELETE_GLOBAL": "global"}
 MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module))
 attributes_read = set()  # all names of attributes in code that was read
-OPERATORS = {"**": "__pow__", "-": "__rsub__", "/": "__rtruediv__", "//": "__floordiv__"}  # torch's in Python
+BY_OPERATOR = {"**": "__pow__", "-": "__rsub__", "/": "__rtruediv__", "//": "__floordiv__"}  # torch's in Python
 
 
 class Defaults:
@@ -392,7 +392,7 @@ def _read_instructions(instructions, scope, code):
         kind, chain = None, []
         if name is None:
             break
-        if holds_a_device and name in TELLS:
+        if holds_a_device and name in COMPARING:
             code.refuse("reads the type of a device")
         holds_a_device &= not name.startswith(("STORE", "POP"))  # until the end of the statement
         argument = instruction.argval
@@ -405,7 +405,7 @@ def _read_instructions(instructions, scope, code):
             if after.opname.startswith(("FORMAT", "CONVERT")) or before and before.argval == "str":
                 code.refuse("writes its module as text")
         elif name == "BINARY_OP":
-            code.attributes.update([OPERATORS[instruction.argrepr]] if instruction.argrepr in OPERATORS else ())
+            code.attributes.update([BY_OPERATOR[instruction.argrepr]] if instruction.argrepr in BY_OPERATOR else ())
             code.writes_in_place |= instruction.argrepr.endswith("=")
         elif name == "IS_OP" and before.opname != "LOAD_CONST":
             code.refuse("compares objects by identity")  # also such that a program exchanges later
@@ -522,7 +522,7 @@ def _read_value(value, name, code):
         code.refuse(f"gives the module {name!r} another name")
     elif value is values.MISSING:
         pass
-    elif isinstance(value, OPERATIONS) and not str(value).startswith("aten."):
+    elif isinstance(value, OPERATION_TYPES) and not str(value).startswith("aten."):
         code.refuse(f"calls the operation {value}, which torch does not define")
     elif isinstance(value, type):
         code.sets_autocast |= issubclass(value, torch.autocast)
@@ -537,7 +537,7 @@ def _read_value(value, name, code):
             code.refuse(f"calls {values.package(value)}.{value.__name__}")
     elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
         code.registries.append((name, value))
-    elif not values.is_constant(value) and not isinstance(value, (logging.Logger, *OPERATIONS)):
+    elif not values.is_constant(value) and not isinstance(value, (logging.Logger, *OPERATION_TYPES)):
         code.refuse(f"reads the global {name!r}, whose contents may change")
     else:
         _read_held(value, name, code)

@@ -93,7 +93,7 @@ class Record:
 
 
 VIEWS = ("rows", "columns", "view")
-APPLY = {
+STEP_FUNCTIONS = {
     "add": torch.add, "div": torch.div, "mul": torch.mul, "tanh": lambda value, _, tanh=torch.tanh: tanh(value),
     "columns": lambda value, count: value[..., :count], "rows": lambda value, index: value[index],
     "to": lambda value, dtype: value.to(dtype), "view": lambda value, shape: value.reshape(shape),
@@ -108,7 +108,7 @@ def is_view(name, argument):
 
 def apply_steps(logits, steps):
     for name, argument in steps:
-        logits = APPLY[name](logits, argument)
+        logits = STEP_FUNCTIONS[name](logits, argument)
     return logits
 
 

@@ -14,7 +14,7 @@ import torch
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.dispatch.generated import define, function_source
 from liger_hw.kernels.attention.rope import LAYOUTS, rope
-from liger_hw.patching.probing import DTYPES, generator, outputs, random_rows
+from liger_hw.patching.probing import PROBE_DTYPES, generator, outputs, random_rows
 from liger_hw.patching.witnesses import is_torchs
 
 LEADING = {  # form of a function -> names of its leading parameters, None allows any name
@@ -23,9 +23,9 @@ LEADING = {  # form of a function -> names of its leading parameters, None allow
     "x, sin, cos": (None, "sin", "cos"),
     "q, k, freqs_cis": (None, None, "freqs_cis"),
 }
-OPTIONAL = {"position_ids", "unsqueeze_dim"}
+OPTIONAL_ARGUMENTS = {"position_ids", "unsqueeze_dim"}
 TABLES = ("full", "first_half", "shared")  # one value per head entry; the same, second half unused; one per pair
-SAME = [(dtype, dtype) for dtype in DTYPES]  # dtypes of heads and tables
+SAME = [(dtype, dtype) for dtype in PROBE_DTYPES]  # dtypes of heads and tables
 NARROWER = [(dtype, torch.float32) for dtype in (torch.bfloat16, torch.float16)]  # heads than tables
 WIDER = [pair[::-1] for pair in NARROWER]
 UNLESS_POSITIONS = " if position_ids is defaults.get('position_ids') else None"
@@ -91,7 +91,7 @@ def prove_rotation(function, agree):
         return None
     names = list(parameters(function))
     form = next((form for form, leading in LEADING.items() if _leads(names, leading)), None)
-    if form is None or set(names[len(LEADING[form]) :]) - OPTIONAL:
+    if form is None or set(names[len(LEADING[form]) :]) - OPTIONAL_ARGUMENTS:
         return None
     axes = (None,) if "unsqueeze_dim" in names else (1, 2)
     is_complex = form.endswith("freqs_cis")

@@ -19,7 +19,7 @@ class SortedExpertsMatch(Match):
     inputs = ("x",)
 
     def members(self, original, unchanged):
-        op, options, names = gates.OPS[self.op], {"in_place": True, **dict(self.options)}, dict(self.names)
+        op, options, names = gates.GATED_OPS[self.op], {"in_place": True, **dict(self.options)}, dict(self.names)
 
         def forward(self, *args, **kwargs):
             weights = [getattr(self, names[role]) for role in ("first", "second")]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from liger_hw import console
 
-WORDS = {  # part of a loss -> its description in the table
+DESCRIPTIONS = {  # part of a loss -> its description in the table
     "head": "output layer: its logits are computed only if they are read",
     "causal_lm(cross_entropy=False, fused_linear_cross_entropy=True)": "loss: computed without logits",
     "causal_lm(cross_entropy=True, fused_linear_cross_entropy=False)": "loss: cross_entropy of the logits",
@@ -27,7 +27,7 @@ class Summary:
     activations: object = None
 
     def __str__(self):
-        replaced = [(name, count, WORDS.get(op, op)) for (name, op), count in self.replaced.items()]
+        replaced = [(name, count, DESCRIPTIONS.get(op, op)) for (name, op), count in self.replaced.items()]
         left = [(name, count, reason) for (name, reason), count in self.left.items()]
         tables = [
             console.table(("module", "count", header), rows)

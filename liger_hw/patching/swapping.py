@@ -164,13 +164,13 @@ def reason_against(cls):
     return None
 
 
-TELLS = {"__eq__", "__hash__", "__getattr__", "__getattribute__", "__instancecheck__", "__subclasscheck__"}
+IDENTITY_METHODS = {"__eq__", "__hash__", "__getattr__", "__getattribute__", "__instancecheck__", "__subclasscheck__"}
 
 
 def reason_against_metaclass(cls):
     """Return why tables of classes and pins would not see what `cls` is, or None."""
     for base in type(cls).__mro__:
-        if not is_known(base) and (names := TELLS & vars(base).keys()):
+        if not is_known(base) and (names := IDENTITY_METHODS & vars(base).keys()):
             return f"the class of its class defines {min(names)}()"
     return None
 

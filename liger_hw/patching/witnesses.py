@@ -26,7 +26,7 @@ from liger_hw.patching.lengths import Lengths
 from liger_hw.patching.reading import read
 from liger_hw.patching.values import KNOWN_PACKAGES
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WITNESS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ORDINARY, LARGE = 3.0, 1e4  # standard deviations of rows
 SHAPES = ((2, 5), (1, 1))  # sequences and tokens
 OTHER_SHAPES = ((), (3,), (2, 1, 3))  # of other numbers of dimensions, which a module may refuse
@@ -39,7 +39,7 @@ COPIES = {
     "_to_copy", "clone", "copy_", "empty", "empty_like", "new_empty", "cat", "stack", "_unsafe_view", "lift_fresh",
     "contiguous", "_reshape_copy", "_conj", "_unsafe_index", "constant_pad_nd", "flip", "roll",
 }  # fmt: skip
-ARITHMETIC = {
+ARITHMETIC_OPERATIONS = {
     "add", "sub", "rsub", "mul", "div", "neg", "pow", "square", "sqrt", "rsqrt", "reciprocal", "mean", "sum", "mm",
     "addmm", "bmm", "baddbmm", "linear", "matmul", "var_mean", "var", "linalg_vector_norm", "native_layer_norm",
     "_fused_rms_norm", "view_as_complex", "view_as_real", "scalar_tensor", "full", "full_like", "ones", "zeros",
@@ -58,7 +58,7 @@ def cover(x):
     For others the module's own forward runs, as a branch would not be seen. In fp64 many models round rows to fp32,
     which no op does. Outside inference mode torch cannot save a tensor from it, as ops do for the backward.
     """
-    fits = is_torchs(x) and x.dtype in DTYPES and x.ndim <= MOST_DIMENSIONS and not x.is_nested
+    fits = is_torchs(x) and x.dtype in WITNESS_DTYPES and x.ndim <= MOST_DIMENSIONS and not x.is_nested
     return fits and (is_compiling() or not x.is_inference() or torch.is_inference_mode_enabled())
 
 
@@ -187,7 +187,7 @@ class Proof:
         Raises:
             Objection: ordinary rows agree, and a witness does not.
         """
-        rows = [_scaled(self.case(dtype, self.shapes[0]), ORDINARY) for dtype in probing.DTYPES]
+        rows = [_scaled(self.case(dtype, self.shapes[0]), ORDINARY) for dtype in probing.PROBE_DTYPES]
         if not probing.agree(self.original, self.replacement, [(module.training, *args) for args in rows], self.exact):
             return False
         self.confirm(module, constants)
@@ -209,7 +209,7 @@ class Proof:
             if reason := self._object_to_operations(training, numbers):
                 return reason
         for training in (True, False):
-            for dtype in DTYPES:
+            for dtype in WITNESS_DTYPES:
                 for shown, args in self._rows(dtype, numbers):
                     if not self._agrees(training, args):
                         mode = "training" if training else "evaluation"
@@ -227,7 +227,7 @@ class Proof:
     def _object_to_operations(self, training, numbers):
         """Return why the operations differ, or None; add numbers among their arguments to `numbers`."""
         first = None
-        for dtype in DTYPES:
+        for dtype in WITNESS_DTYPES:
             for shape in self.shapes:
                 args = self.case(dtype, shape)
                 (names, seen), (reference, _) = (
@@ -244,7 +244,7 @@ class Proof:
                 if names != first:
                     differing = next(iter((names - first) + (first - names)))
                     return f"computes {differing} for some dtypes or numbers of tokens only"
-        for dtype, shape in itertools.product(DTYPES, (self.shapes[0], *self.other_shapes)):
+        for dtype, shape in itertools.product(WITNESS_DTYPES, (self.shapes[0], *self.other_shapes)):
             args = self.case(dtype, shape)
             lengths = Lengths(args[0].ndim - 1, self.width_is_given)
             call = functools.partial(self.original, training, *args)
@@ -332,11 +332,11 @@ def operations_of(function):
 
 def is_mlp_operation(name):
     """Tell whether some op of MLPs computes an operation."""
-    return name in ARITHMETIC or name in MLP_OPERATIONS or any(name in group for group in SMOOTH)
+    return name in ARITHMETIC_OPERATIONS or name in MLP_OPERATIONS or any(name in group for group in SMOOTH)
 
 
 def _is_explained(name, names, reference):
-    if name in ARITHMETIC or names[name] <= reference[name]:
+    if name in ARITHMETIC_OPERATIONS or names[name] <= reference[name]:
         return True
     return any(name in group and not group.isdisjoint(reference) for group in SMOOTH)
 

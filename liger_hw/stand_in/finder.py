@@ -16,10 +16,10 @@ import sys
 import types
 from importlib.machinery import ModuleSpec
 
-from liger_hw.stand_in.names import INSTEAD, KERNEL, MODULES
+from liger_hw.stand_in.names import KERNEL, MODULES, REPLACEMENTS
 
 PACKAGE = "liger_kernel"
-VARIABLE = "LIGER_HW_STAND_IN"  # "replace": `install` takes the place of an installed liger_kernel
+STAND_IN_VARIABLE = "LIGER_HW_STAND_IN"  # "replace": `install` takes the place of an installed liger_kernel
 VERSION = "0.8.5+liger.hw"  # the release with these names; the suffix identifies this library in logs
 IMPLEMENTATIONS = ("LIGER_KERNEL_IMPL", "LIGER_KERNEL_BACKEND")  # and, for one op, such a name with _RMS_NORM
 SITE = str(pathlib.Path(__file__).parent / "site")
@@ -99,7 +99,7 @@ def _look_up(module, name):
             # programs import a submodule by its own name
             if value is not None and not isinstance(value, types.ModuleType):
                 return value
-    instead = KERNEL if inner.startswith("ops.") and "_kernel" in name else INSTEAD.get((inner, name))
+    instead = KERNEL if inner.startswith("ops.") and "_kernel" in name else REPLACEMENTS.get((inner, name))
     if instead is not None:
         raise ImportError(f"{module}.{name} is not served by liger_hw: {instead}")
     raise AttributeError(f"module {module!r}, which liger_hw stands in for, has no attribute {name!r}")
@@ -147,16 +147,16 @@ def install(replace=None, children=False):
         >>> liger_hw.integrations.uninstall()
     """
     if replace is None:
-        value = os.environ.get(VARIABLE, "")
+        value = os.environ.get(STAND_IN_VARIABLE, "")
         if value not in ("", "replace"):  # not by `checks`, which imports torch, in every Python of a launcher
-            raise ValueError(f"{VARIABLE}: got {value!r}, allowed: 'replace', or unset")
+            raise ValueError(f"{STAND_IN_VARIABLE}: got {value!r}, allowed: 'replace', or unset")
         replace = value == "replace"
     if not is_installed():
         if not replace and importlib.util.find_spec(PACKAGE) is not None:
             raise RuntimeError(
                 "the package liger_kernel is installed, and the stand-in does not hide it unasked. Call "
-                f"install(replace=True), run `python -m liger_hw.run --replace`, set {VARIABLE}=replace (for plug-ins "
-                "of trainers), or pip uninstall liger-kernel"
+                f"install(replace=True), run `python -m liger_hw.run --replace`, set {STAND_IN_VARIABLE}=replace (for "
+                "plug-ins of trainers), or pip uninstall liger-kernel"
             )
         _hidden.update(_evict())
         sys.meta_path.insert(0, _FINDER)

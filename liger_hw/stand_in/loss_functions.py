@@ -7,18 +7,18 @@ from liger_hw.chunked_loss import functional
 from liger_hw.stand_in.function_class import function_class
 
 # loss -> the function that computes it, the base class of own losses of its kind
-LOSSES = {
+LOSSES_BY_NAME = {
     "CPO": ("cpo", "Preference"), "CosineSimilarity": ("cosine", "Distillation"), "DPO": ("dpo", "Preference"),
     "GRPO": ("grpo", "PPO"), "JSD": ("jsd", "Distillation"), "KTO": ("kto", "UnpairedPreference"),
     "ORPO": ("orpo", "Preference"), "SimPO": ("simpo", "Preference"),
 }  # fmt: skip
-ADVICE = "call its apply, or derive from LigerFusedLinear{}Base and define its loss function"
+BASE_ADVICE = "call its apply, or derive from LigerFusedLinear{}Base and define its loss function"
 
 
 def _classes():
-    for loss, (ours, base) in LOSSES.items():
+    for loss, (ours, base) in LOSSES_BY_NAME.items():
         name = f"LigerFusedLinear{loss}Function"
-        yield name, function_class(getattr(functional, f"liger_fused_linear_{ours}"), name, ADVICE.format(base))
+        yield name, function_class(getattr(functional, f"liger_fused_linear_{ours}"), name, BASE_ADVICE.format(base))
 
 
 globals().update(_classes())

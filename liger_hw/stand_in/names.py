@@ -6,11 +6,11 @@ of such names.
 
 from liger_hw.transformers.families import FAMILIES
 
-OPS = ("stand_in.ops", "stand_in.passes", "stand_in.ops_utils", "stand_in.utils")
+STAND_IN_MODULES = ("stand_in.ops", "stand_in.passes", "stand_in.ops_utils", "stand_in.utils")
 BASES = tuple(
     f"chunked_loss.fused_linear_{kind}" for kind in ("distillation", "ppo", "preference", "unpaired_preference")
 )
-LOSSES = ("chunked_loss", "stand_in.loss_functions", *BASES)
+LOSS_MODULES = ("chunked_loss", "stand_in.loss_functions", *BASES)
 TRANSFORMERS_MODULES = (
     "transformers.modules", "transformers.family_modules", "transformers.divergences", "transformers.rotary_names",
     "transformers.op_modules", "stand_in.ops", "transformers.functional",
@@ -35,7 +35,7 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
     "chunked_loss": ("chunked_loss",),
     "chunked_loss.functional": ("chunked_loss.functional", "stand_in.loss_functions"),
     **{
-        f"chunked_loss.{name}_loss": LOSSES
+        f"chunked_loss.{name}_loss": LOSS_MODULES
         for name in ("cosine_similarity", "cpo", "dpo", "jsd", "kto", "orpo", "simpo")
     },
     "chunked_loss.grpo_loss": ("chunked_loss.grpo_loss", "stand_in.loss_functions", *BASES),
@@ -46,8 +46,8 @@ MODULES = {  # module of liger_kernel -> modules of this library with its names,
         f"megatron{module}": ("stand_in.megatron",)
         for module in ("", ".cross_entropy", ".monkey_patch", ".rms_norm", ".swiglu")
     },
-    **dict.fromkeys(("ops", "ops.experimental.embedding", "ops.fused_linear_scaled_cross_entropy"), OPS),
-    **{f"ops.{name}": OPS for name in (*OP_MODULES, "attn_res", "fused_moe", "grpo_loss")},
+    **dict.fromkeys(("ops", "ops.experimental.embedding", "ops.fused_linear_scaled_cross_entropy"), STAND_IN_MODULES),
+    **{f"ops.{name}": STAND_IN_MODULES for name in (*OP_MODULES, "attn_res", "fused_moe", "grpo_loss")},
     "ops.configure": ("stand_in.configure",),
     "ops.experimental.mm_int8int2": ("stand_in.mm_int8int2",),
     "ops.utils": ("stand_in.ops_utils",),
@@ -76,7 +76,7 @@ PATCH = "use liger_hw.patch(model), which computes the loss of any model without
 PATCH_PART = "use liger_hw.patch(module), which replaces it by {}"
 REGISTER = "an op of liger_hw takes another implementation by its own register, as in liger_hw.rms_norm.register"
 UNSHARDED = "use liger_fused_linear_scaled_cross_entropy, whose weight is not sharded"
-APPLY = "use {}.apply of the same module, which torch differentiates"
+APPLY_ADVICE = "use {}.apply of the same module, which torch differentiates"
 KERNEL = "it is a kernel of liger_kernel's; use an autograd function of the same module, or the op of liger_hw"
 BLOCK = "it is the widest block of liger_kernel's kernels; liger_kernel.ops.utils.calculate_settings chooses a launch"
 TUNES = "it tunes kernels of liger_kernel's; liger_hw.backends describes a device"
@@ -105,10 +105,10 @@ LAUNCHES = {  # (module of ops, its function) -> kernel launches that this libra
 
 LACKING = [  # (modules of liger_kernel, names in them that this library lacks, replacement to use)
     *(
-        (("ops", f"ops.{op}"), (f"{op}_forward", f"{op}_backward"), APPLY.format(function))
+        (("ops", f"ops.{op}"), (f"{op}_forward", f"{op}_backward"), APPLY_ADVICE.format(function))
         for op, function in PASSES.items()
     ),
-    *(((f"ops.{module}",), names, APPLY.format(function)) for (module, function), names in LAUNCHES.items()),
+    *(((f"ops.{module}",), names, APPLY_ADVICE.format(function)) for (module, function), names in LAUNCHES.items()),
     (
         FAMILY_FORWARDS,
         ("causal_forward", "lce_forward", "lce_forward_conditional_generation", "lce_forward_for_multimodal",
@@ -148,6 +148,6 @@ LACKING = [  # (modules of liger_kernel, names in them that this library lacks, 
     (("triton.monkey_patch",), ("LigerTritonFileCacheManager",), "use Triton's own cache manager"),
     (("ops.utils",), ("get_npu_core_count", "set_large_grf_mode"), TUNES),
 ]  # fmt: skip
-INSTEAD = {  # (module of liger_kernel, name) -> replacement
+REPLACEMENTS = {  # (module of liger_kernel, name) -> replacement
     (module, name): advice for modules, names, advice in LACKING for module in modules for name in names
 }

@@ -16,7 +16,7 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.hooks import hooks
 
-ARITHMETIC = 2.0**-24  # the unit roundoff of fp32, in which kernels compute
+FP32_ROUNDOFF = 2.0**-24  # the unit roundoff of fp32, in which kernels compute
 # The largest error in fp32 that many values may share, such as that of rstd: GPUs compute exponentials, roots and
 # quotients to 2^-22 (PTX ISA: ex2.approx, div.full). Below it, a bias of fp32 results is no mistake of an op:
 # qk_norm_rope of 6 tokens has 0.7 roundings in 15,360 values, from 6 roots that are rounded correctly.
@@ -132,7 +132,7 @@ def _rounding(exact, dtype, truncated):
     facts = torch.finfo(dtype)
     units = 1 if truncated and dtype == torch.bfloat16 else 0.5
     smallest = facts.smallest_normal * facts.eps  # the distance of values below the normal ones
-    return ((units * facts.eps + ARITHMETIC) * exact.abs()).clamp(min=units * smallest)
+    return ((units * facts.eps + FP32_ROUNDOFF) * exact.abs()).clamp(min=units * smallest)
 
 
 def _measures(exact, reference_error, error, rounding, strict):

@@ -4,13 +4,13 @@ Programs that call these functions by name need the list; `liger_hw.patch` needs
 every Python process that `python -m liger_hw.run` starts loads it first.
 """
 
-LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": True}
+LOSS_DEFAULTS = {"cross_entropy": False, "fused_linear_cross_entropy": True}
 # parameters of a family's function in order, with their defaults
-TEXT = {"rope": True, **LOSSES, "rms_norm": True, "swiglu": True, "model": None}
-GEMMA = {"rope": True, **LOSSES, "rms_norm": True, "geglu": True, "model": None}
-GEMMA_VISION = {"rope": True, **LOSSES, "layer_norm": True, "rms_norm": True, "geglu": True, "model": None}
-VISION = {"rope": True, **LOSSES, "layer_norm": True, "rms_norm": True, "swiglu": True, "model": None}
-COMPOSED = {**LOSSES, "rms_norm": True, "layer_norm": True, "model": None}  # the text model may be of any family
+TEXT = {"rope": True, **LOSS_DEFAULTS, "rms_norm": True, "swiglu": True, "model": None}
+GEMMA = {"rope": True, **LOSS_DEFAULTS, "rms_norm": True, "geglu": True, "model": None}
+GEMMA_VISION = {"rope": True, **LOSS_DEFAULTS, "layer_norm": True, "rms_norm": True, "geglu": True, "model": None}
+VISION = {"rope": True, **LOSS_DEFAULTS, "layer_norm": True, "rms_norm": True, "swiglu": True, "model": None}
+COMPOSED = {**LOSS_DEFAULTS, "rms_norm": True, "layer_norm": True, "model": None}  # the text model may be of any family
 WITHOUT_ROPE = TEXT | {"rope": False}
 
 FAMILIES = {
@@ -35,10 +35,10 @@ FAMILIES = {
     "gemma4_text": GEMMA | {"rope": False},
     "granite": TEXT | {"cross_entropy": True, "fused_linear_cross_entropy": False},
     "llama4": TEXT | {"layer_norm": True},
-    "llava": LOSSES | {"model": None},
-    "nemotron": {"relu_squared": True, **LOSSES, "model": None},
+    "llava": LOSS_DEFAULTS | {"model": None},
+    "nemotron": {"relu_squared": True, **LOSS_DEFAULTS, "model": None},
     "pixtral": {"rope": True, "rms_norm": True, "swiglu": True, "model": None},
-    "qwen2_vl": {"rope": True, **LOSSES, "rms_norm": True, "layer_norm": True, "swiglu": True, "model": None},
+    "qwen2_vl": {"rope": True, **LOSS_DEFAULTS, "rms_norm": True, "layer_norm": True, "swiglu": True, "model": None},
 }  # fmt: skip
 OPEN = {"internvl", "llava", "nemotron", "smolvlm"}  # their functions also take any other flag of `patch`
 MODEL_TYPES = {name: name for name in FAMILIES} | {  # model type -> the family whose function patches it

@@ -9,8 +9,8 @@ from liger_hw.kernels.vocabulary.cross_entropy.formula import check_token_weight
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.patching.loss import refuse_unserved, shifted
 
-OPTIONS = {"ce_weight", "label_smoothing", "lse_square_scale", "use_token_scaling", "bias", "logit_scale"}
-OPTIONS |= {"token_weights", "invariant", "logits_dtype"}
+LOSS_OPTIONS = {"ce_weight", "label_smoothing", "lse_square_scale", "use_token_scaling", "bias", "logit_scale"}
+LOSS_OPTIONS |= {"token_weights", "invariant", "logits_dtype"}
 
 
 def unpack_cross_entropy_result(result):
@@ -40,7 +40,7 @@ def fixed_fused_linear_cross_entropy(
     Raises:
         ValueError: an option of a loss that no op supports.
     """
-    served = {name: kwargs[name] for name in kwargs.keys() & OPTIONS if kwargs[name] is not None}
+    served = {name: kwargs[name] for name in kwargs.keys() & LOSS_OPTIONS if kwargs[name] is not None}
     refuse_unserved({name: value for name, value in kwargs.items() if name not in served})
     return fused_linear_cross_entropy(
         hidden_states, lm_head_weight, target, ignore_index=ignore_index, softcap=final_logit_softcapping,

@@ -4,11 +4,11 @@ import inspect
 import os
 import sys
 
-from liger_hw.checkpointing.budget import VARIABLE
+from liger_hw.checkpointing.budget import BUDGET_VARIABLE
 from liger_hw.checks import check
 from liger_hw.patching.patch import patch
 from liger_hw.spelling import check_known
-from liger_hw.transformers.families import FAMILIES, LOSSES, MODEL_TYPES, OPEN, VISION
+from liger_hw.transformers.families import FAMILIES, LOSS_DEFAULTS, MODEL_TYPES, OPEN, VISION
 
 
 def _check_assigned():
@@ -27,7 +27,7 @@ def _check_assigned():
 def _patch(model, **flags):
     """Call `patch` with the budget of the environment, unless the caller gives one."""
     _check_assigned()
-    return patch(model, **{"activations": os.environ.get(VARIABLE)} | flags)
+    return patch(model, **{"activations": os.environ.get(BUDGET_VARIABLE)} | flags)
 
 
 def _function_of(family, defaults, is_open=False):
@@ -73,7 +73,7 @@ def _function_of(family, defaults, is_open=False):
 
 def _flags(defaults, arguments):
     """Return the flags of `patch`: a family's defaults with the arguments of a call."""
-    flags = dict.fromkeys(LOSSES, False) | {name: value for name, value in defaults.items() if name != "model"}
+    flags = dict.fromkeys(LOSS_DEFAULTS, False) | {name: value for name, value in defaults.items() if name != "model"}
     if arguments.get("fused_linear_cross_entropy") and "cross_entropy" not in arguments:
         flags["cross_entropy"] = False  # True is granite's default
     return flags | arguments

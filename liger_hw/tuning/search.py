@@ -22,7 +22,7 @@ from liger_hw.hooks import hooks
 from liger_hw.tuning import choice, entries
 from liger_hw.tuning.config import LOCAL, MEASURED, Config
 
-MARGIN = 0.03  # a winner is kept only if it is faster than the heuristic by more than this share, twice
+LEAST_GAIN = 0.03  # a winner is kept only if it is faster than the heuristic by more than this share, twice
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +149,9 @@ def tune(function, file: Path | None = None, only=None, progress=lambda key, tri
                 progress(key, len(search.times), fastest)
         file = file or entries.cache_file(device)
         kept = None
-        if search.seconds(best) < search.seconds(default) * (1 - MARGIN):
+        if search.seconds(best) < search.seconds(default) * (1 - LEAST_GAIN):
             again, default_again = _seconds(function, key, best), _seconds(function, key, default)
-            if again < default_again * (1 - MARGIN):
+            if again < default_again * (1 - LEAST_GAIN):
                 kept = measured_entry(config, best, again, default_again)
         if kept or key in entries.read_table(file):  # a winner of old may have lost to the heuristic
             record(file, {key: kept})

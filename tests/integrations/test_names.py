@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from liger_hw.stand_in.names import INSTEAD  # noqa: E402
+from liger_hw.stand_in.names import REPLACEMENTS  # noqa: E402
 
 HERE = pathlib.Path(__file__).parent
 NAMES = json.loads((HERE / "liger_kernel.json").read_text())
@@ -41,7 +41,7 @@ def test_names_and_parameters(module, stand_in):
     """
     stand_in_module = importlib.import_module(f"liger_kernel.{module}".rstrip("."))
     for name, signatures in NAMES[module].items():
-        if (module, name) in INSTEAD:
+        if (module, name) in REPLACEMENTS:
             with pytest.raises(ImportError, match=f"{name} is not served by liger_hw: "):
                 getattr(stand_in_module, name)
             continue
@@ -104,7 +104,7 @@ def test_names_that_a_module_only_imports(stand_in):
 
     functional = importlib.import_module("liger_kernel.transformers.functional")
     ops = importlib.import_module("liger_kernel.ops")
-    functions = {name for name in NAMES["ops"] if name.startswith("Liger") and ("ops", name) not in INSTEAD}
+    functions = {name for name in NAMES["ops"] if name.startswith("Liger") and ("ops", name) not in REPLACEMENTS}
     assert len(functions) >= 28
     for name in functions:
         assert getattr(functional, name) is getattr(ops, name)

@@ -13,7 +13,7 @@ from liger_hw import (
     use_backend,
 )
 from liger_hw.kernels._logits import padded_rows
-from liger_hw.kernels.vocabulary.divergence import KINDS
+from liger_hw.kernels.vocabulary.divergence import DIVERGENCE_KINDS
 from liger_hw.kernels.vocabulary.divergence.logits import divergence_rows, soft_rows
 from liger_hw.kernels.vocabulary.divergence.probabilities import Form, kl_by_row, kl_rows
 
@@ -111,7 +111,7 @@ def hold_rows(soft, gradient, student, expected):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("kind", [*KINDS, "cosine"])
+@pytest.mark.parametrize("kind", [*DIVERGENCE_KINDS, "cosine"])
 @pytest.mark.parametrize("cols", [37, 64])
 def test_divergence_of_logits(cols, kind, temperature, backend, device):
     torch.manual_seed(0)

@@ -54,12 +54,12 @@ def test_the_definition_is_a_softmax_of_each_row(sparse, queries, keys):
 @pytest.mark.parametrize("rows, cols, dtype", [(1, 16, torch.float32), (4, 8, torch.float16)])
 def test_rows_of_several_blocks(rows, cols, dtype, sparse, backend, device, monkeypatch):
     """Blocks that count whole, in part and not at all; tiles across the end of a matrix."""
-    forward, _, backward, _ = softmax.KERNELS[sparse]
+    forward, _, backward, _ = softmax.KERNELS_BY_SPARSITY[sparse]
 
     def config(width, itemsize, device):
         return Config({"ROWS": rows, "COLS": cols}, 1, device=device)
 
-    monkeypatch.setitem(softmax.KERNELS, sparse, (forward, config, backward, config))
+    monkeypatch.setitem(softmax.KERNELS_BY_SPARSITY, sparse, (forward, config, backward, config))
     torch.manual_seed(0)
     for queries, keys in ((20, 20), (9, 13)):
         inputs = randn(2, 1, queries, keys, dtype=dtype, device=device), randn(1, 1, 1, 3, dtype=dtype, device=device)

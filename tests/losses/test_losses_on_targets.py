@@ -7,7 +7,7 @@ import torch
 import triton
 from packaging.version import Version
 
-from liger_hw.kernels.vocabulary.divergence import KINDS
+from liger_hw.kernels.vocabulary.divergence import DIVERGENCE_KINDS
 from liger_hw.kernels.vocabulary.divergence.logits import divergence_rows
 from liger_hw.kernels.vocabulary.divergence.probabilities import Form, kl_rows
 from liger_lab.levels import compile_cache, compiled, crosscompile
@@ -40,7 +40,7 @@ def test_divergence_of_logits(compiled_arch, cache):
     passes_every_gate(launch_of(compiled_arch, "jsd", 128256, 128256), cache)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "cosine"])
+@pytest.mark.parametrize("kind", [*DIVERGENCE_KINDS, "cosine"])
 def test_every_divergence_of_logits(compiled_arch, kind, cache):
     passes_every_gate(launch_of(compiled_arch, kind, 50257, 151936), cache)
 

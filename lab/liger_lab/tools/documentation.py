@@ -23,7 +23,7 @@ import liger_hw
 from liger_hw import backends, cli, dispatch
 from liger_hw.kernels import load_all
 from liger_hw.spelling import check_known
-from liger_hw.stand_in.names import INSTEAD
+from liger_hw.stand_in.names import REPLACEMENTS
 from liger_lab.bench import formatting
 from liger_lab.bench.peers import OURS
 from liger_lab.levels import evidence, page
@@ -204,13 +204,13 @@ def refused_names() -> str:
     """List the public names of liger_kernel that the stand-in refuses, by what to use instead."""
     public = json.loads((ROOT / "tests/integrations/liger_kernel.json").read_text())
     pairs, rows = [(module, name) for module in public for name in public[module]], {}
-    for module, name in filter(INSTEAD.get, pairs):
-        names, modules = rows.setdefault(INSTEAD[module, name], ({}, {}))
+    for module, name in filter(REPLACEMENTS.get, pairs):
+        names, modules = rows.setdefault(REPLACEMENTS[module, name], ({}, {}))
         names[f"`{name}`"] = None
         modules[f"`liger_kernel.{re.sub(r'(?<=^transformers.model.).+', 'FAMILY', module)}`"] = None
     table = [[", ".join(sorted(names)), ", ".join(modules), advice] for advice, (names, modules) in rows.items()]
     ops = [pair for pair in pairs if pair[0].partition(".")[0] == "ops"]
-    every, refused = ({name for _, name in some} for some in (ops, filter(INSTEAD.get, ops)))
+    every, refused = ({name for _, name in some} for some in (ops, filter(REPLACEMENTS.get, ops)))
     text = (
         f"Under the stand-in. Of the {len(every)} public names of `liger_kernel.ops` and the modules "
         f"below it these are {len(refused)}. No Triton kernel is served either: names with `_kernel` in modules "

@@ -39,7 +39,7 @@ from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, tuned
 
-ACTIVATIONS = ("silu",)
+CONV_ACTIVATIONS = ("silu",)
 
 
 def _validate(x, weight, bias, input_gate, output_gate, initial_states, seq_idx, activation, return_final_states):
@@ -68,7 +68,7 @@ def _validate(x, weight, bias, input_gate, output_gate, initial_states, seq_idx,
             alone, "seq_idx", seq_idx, "None with initial_states or return_final_states, which hold one sequence a row"
         )
     if activation is not None:
-        check_known("activation", activation, ACTIVATIONS)
+        check_known("activation", activation, CONV_ACTIVATIONS)
 
 
 @op(validate=_validate)

@@ -334,7 +334,7 @@ def sparsemax_backward(Y, DY, DX, rows, dy_stride, queries, cols: tl.constexpr, 
         tl.store(DX + row[:, None] * cols + at, tl.where(y > 0.0, dy - mean, y), mask)  # y is 0 here, or NaN
 
 
-KERNELS = {  # whether sparse -> forward, its configuration, backward, its configuration
+KERNELS_BY_SPARSITY = {  # whether sparse -> forward, its configuration, backward, its configuration
     False: (softmax_forward, softmax_forward_config, softmax_backward, softmax_backward_config),
     True: (sparsemax_forward, sparsemax_forward_config, sparsemax_backward, sparsemax_backward_config),
 }
@@ -343,7 +343,7 @@ KERNELS = {  # whether sparse -> forward, its configuration, backward, its confi
 @raw()
 def _softmax_forward(x: torch.Tensor, sparse: bool, causal: bool, *, y):
     """Compute softmax, or sparsemax, of rows, or of matrices (..., queries, keys) of causal scores."""
-    kernel, find_config, _, _ = KERNELS[sparse]
+    kernel, find_config, _, _ = KERNELS_BY_SPARSITY[sparse]
     rows, cols = rows_and_cols(x)
     x, x_stride = rows_of(x)
     config = find_config(cols, x.element_size(), device_of(x))
@@ -353,7 +353,7 @@ def _softmax_forward(x: torch.Tensor, sparse: bool, causal: bool, *, y):
 
 @_softmax_forward.backward(lambda y: torch.empty_like(y))
 def _softmax_backward(y, sparse, causal, dy, *, dx):
-    _, _, kernel, find_config = KERNELS[sparse]
+    _, _, kernel, find_config = KERNELS_BY_SPARSITY[sparse]
     rows, cols = rows_and_cols(y)
     dy, dy_stride = rows_of(dy)
     config = find_config(cols, y.element_size(), device_of(y))

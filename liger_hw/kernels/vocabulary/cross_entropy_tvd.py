@@ -23,7 +23,7 @@ from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, s
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 
-NUMBERS = 5  # of a row: peak and total of the student's powers, of the teacher's, and the sum of a_j
+NUMBERS_PER_ROW = 5  # of a row: peak and total of the student's powers, of the teacher's, and the sum of a_j
 
 
 def _validate(student_logits, teacher_logits, target, ignore_index):
@@ -175,7 +175,7 @@ def cross_entropy_tvd_backward(
 
 def _empty_results(student):
     ce = student.new_empty(len(student), dtype=torch.float32)
-    return ce, torch.empty_like(ce), ce.new_empty(len(student), NUMBERS)
+    return ce, torch.empty_like(ce), ce.new_empty(len(student), NUMBERS_PER_ROW)
 
 
 @raw(_empty_results)

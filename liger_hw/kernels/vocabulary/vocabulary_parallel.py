@@ -24,9 +24,9 @@ from liger_hw.kernels.vocabulary.selective_log_softmax import kernels
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling
 
 LOG2_E, LN_2 = 1 / math.log(2), math.log(2)
-LOWEST = torch.finfo(torch.float32).min  # peak of a shard whose logits are all -inf, as in the kernels
-IGNORED = -1  # local index of a row that does not count
-SLICE_BYTES = {"cpu": 2**18}  # of fp32 logits that torch works on at once: they fit a CPU's cache
+LOWEST_PEAK = torch.finfo(torch.float32).min  # peak of a shard whose logits are all -inf, as in the kernels
+NOT_COUNTED = -1  # local index of a row that does not count
+SLICE_BYTES_BY_DEVICE = {"cpu": 2**18}  # of fp32 logits that torch works on at once: they fit a CPU's cache
 LARGE_SLICE_BYTES = 2**25  # elsewhere, ten times beside a chunk
 
 
@@ -68,8 +68,8 @@ class Columns:
         self.counts = target != scaling.ignore_index
         self.outside = self.counts & ((target < 0) | (target >= plan.vocabulary))
         self.here = self.counts & (local >= 0) & (local < cols)
-        self.index = torch.where(self.here, local, torch.where(self.counts, 0, IGNORED))
-        self.scaling = Scaling(IGNORED, *scaling[1:])  # Dynamo of torch 2.11 loses the items of _replace
+        self.index = torch.where(self.here, local, torch.where(self.counts, 0, NOT_COUNTED))
+        self.scaling = Scaling(NOT_COUNTED, *scaling[1:])  # Dynamo of torch 2.11 loses the items of _replace
         self.unit = 1 / scaling.temperature if scaling.softcap is None else LN_2
         columns = slice(plan.first, plan.first + cols)
         self.class_weight = None if class_weight is None else widen(class_weight[columns])
@@ -124,7 +124,7 @@ class Columns:
         partition, entropy, col = nll.new_empty(len(nll), 2), torch.empty_like(nll) if entropy_needed else None, None
         if predict:
             col = torch.empty_like(self.index)
-            formula = Formula(IGNORED, 0.0, 0.0, self.scaling.softcap, self.scaling.logit_scale, False)
+            formula = Formula(NOT_COUNTED, 0.0, 0.0, self.scaling.softcap, self.scaling.logit_scale, False)
             targets = Targets(self.index, None, None, None, None)
             ce_kernels.forward_rows(self.logits, targets, formula, nll, None, partition, col)
         else:
@@ -140,7 +140,7 @@ class Columns:
         slices = []
         for part in self._slices():
             z, _ = self._score(part)
-            peak = z.amax(-1).clamp(LOWEST, -LOWEST)
+            peak = z.amax(-1).clamp(LOWEST_PEAK, -LOWEST_PEAK)
             below = self._difference(z, peak[:, None])
             power = below.exp()
             distance = -below.gather(1, self.index[part].clamp(min=0)[:, None])[:, 0]
@@ -184,7 +184,7 @@ class Columns:
             self.logits[part] = dz.masked_fill_(~self.counts[part, None], 0)
 
     def _slices(self):
-        size = SLICE_BYTES.get(self.logits.device.type, LARGE_SLICE_BYTES)
+        size = SLICE_BYTES_BY_DEVICE.get(self.logits.device.type, LARGE_SLICE_BYTES)
         rows = max(size // (4 * self.logits.shape[1]), 1)
         return [slice(start, start + rows) for start in range(0, max(len(self.logits), 1), rows)]
 

@@ -16,7 +16,7 @@ from liger_hw.tuning import Config, power_of_2, tuned
 
 MOST_ROWS = 2048  # of `lora_project` and `lora_gradients`; for more, torch multiplies, by more launches
 BF16, FP32 = torch.bfloat16, torch.float32
-SERVED = {(torch.float16, torch.float16), (BF16, BF16), (BF16, FP32)}  # dtypes of x and an adapter in kernels
+DTYPE_PAIRS = {(torch.float16, torch.float16), (BF16, BF16), (BF16, FP32)}  # dtypes of x and an adapter in kernels
 LARGEST_RANK = 64  # tiles of a larger one spill: of 128 on gfx1100, of 256 on every architecture (Triton 3.9)
 
 
@@ -205,7 +205,7 @@ def _runs_kernels(x, factor, rank):
 
     torch adds up long sums of fp32 with less error.
     """
-    return rank <= LARGEST_RANK and (x.dtype, factor.dtype) in SERVED
+    return rank <= LARGEST_RANK and (x.dtype, factor.dtype) in DTYPE_PAIRS
 
 
 def _split(x, summands, stacked=False, parts=1, scale=1.0):

@@ -29,14 +29,14 @@ from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
-KINDS = ("kl", "reverse_kl", "even_jsd", "jsd", "tvd")
+DIVERGENCE_KINDS = ("kl", "reverse_kl", "even_jsd", "jsd", "tvd")
 
 
 class Divergence(NamedTuple):
     """Kind of a divergence, and of its inputs, for the kernel.
 
     Attributes:
-        kind: one of KINDS. logarithms: the inputs are log-probabilities, else the teacher's ("kl") or both
+        kind: one of DIVERGENCE_KINDS. logarithms: the inputs are log-probabilities, else the teacher's ("kl") or both
             ("tvd") are probabilities.
         beta: of "jsd". eps: the least probability whose logarithm is taken. ignore_index: of labels.
     """
