@@ -98,7 +98,7 @@ def _forward_of(original, up_first, activation, unchanged):
         up = getattr(self, "gate_up_proj" if self.has_gate else "up_proj", None)  # (E, 2I, H), or (E, I, H)
         down = getattr(self, "down_proj", None)
         is_grouped = self.config._experts_implementation == "grouped_mm" and interface.get("grouped_mm") is grouped
-        if is_grouped and _can_mix(self, x, up, down, index, routing_weights, bool(lora)) and interface_unchanged():
+        if is_grouped and _can_mix(self, x, up, down, index, routing_weights) and interface_unchanged():
             return experts.experts(x, up, down, index, routing_weights, activation, up_first, **lora)
         return None
 
@@ -131,11 +131,8 @@ def _gate_of(original, op_name, options, names, unchanged):
     return _apply_gate
 
 
-def _can_mix(module, x, up, down, index, routing_weights, has_lora):
-    """Tell whether `experts` computes this module's output for x, and a backward may follow.
-
-    With LoRA it also serves without a backward, where PEFT would merge the weights of all experts.
-    """
+def _can_mix(module, x, up, down, index, routing_weights):
+    """Tell whether `experts` computes this module's output for x."""
     return (
         not (module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False))
         # hooks gather sharded weights, or mark the tokens that belong to another rank's experts
@@ -143,7 +140,6 @@ def _can_mix(module, x, up, down, index, routing_weights, has_lora):
         and not (up is None or down is None)
         and is_plain(x, index, routing_weights, up, down)
         and x.dtype == up.dtype == down.dtype
-        and (has_lora or torch.is_grad_enabled() and (x.requires_grad or up.requires_grad or down.requires_grad))
         and index.dtype in (torch.int64, torch.int32)
         and routing_weights.dtype in (x.dtype, torch.float32)
         and x.ndim == index.ndim == 2

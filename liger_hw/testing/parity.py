@@ -13,6 +13,7 @@ the reference in the kernel's dtypes, and one rounding. Nobody sets a tolerance 
 import torch
 
 from liger_hw import use_backend
+from liger_hw._torch import tree_leaves, tree_map_only
 from liger_hw._triton import interpreting
 from liger_hw.hooks import hooks
 
@@ -31,10 +32,7 @@ def run(function, inputs, options, seed=1):
 
     The seed differs from the inputs': with dy = x the gradient of a norm vanishes.
     """
-    leaves = [x.detach().clone(memory_format=torch.preserve_format) if torch.is_tensor(x) else x for x in inputs]
-    for leaf, x in zip(leaves, inputs):
-        if torch.is_tensor(x):
-            leaf.requires_grad_(x.requires_grad)
+    leaves = tree_map_only(torch.Tensor, _leaf, list(inputs))
     outs = function(*leaves, **options)
     outs = [out for out in (outs if isinstance(outs, tuple) else (outs,)) if out is not None]
     generator = torch.Generator().manual_seed(seed)
@@ -42,7 +40,12 @@ def run(function, inputs, options, seed=1):
     grads = [torch.randn(out.shape, dtype=torch.float64, generator=generator).to(out) for out in diffable]
     if diffable:
         torch.autograd.backward(diffable, grads)
-    return [out.detach() for out in outs] + [x.grad for x in leaves if torch.is_tensor(x) and x.requires_grad]
+    learning = [x for x in tree_leaves(leaves) if torch.is_tensor(x) and x.requires_grad]
+    return [out.detach() for out in outs] + [x.grad for x in learning]
+
+
+def _leaf(x):
+    return x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.requires_grad)
 
 
 def check(op, inputs, options, backend, compiled=None):
@@ -69,8 +72,12 @@ def check(op, inputs, options, backend, compiled=None):
 
 def expected(op, inputs, options) -> tuple[list, list]:
     """Return the reference's outputs and gradients in float64, and in the inputs' dtypes."""
-    wide = [x.detach().double().requires_grad_(x.requires_grad) if _floats(x) else x for x in inputs]
+    wide = tree_map_only(torch.Tensor, _widened, list(inputs))
     return run(op.reference, wide, options), run(op.reference, inputs, options)
+
+
+def _widened(x):
+    return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
 
 
 def _tell_observer(op, inputs, backend, error):
@@ -222,7 +229,3 @@ def _hold(condition, message):
 
 def _is_bf16(x):
     return torch.is_tensor(x) and x.dtype == torch.bfloat16
-
-
-def _floats(x):
-    return torch.is_tensor(x) and x.is_floating_point()

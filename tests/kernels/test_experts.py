@@ -58,13 +58,54 @@ def test_keeps_gate_and_up_alone(backend, device):
     assert kept < tokens * k * 4 * (2 * intermediate + 8)
 
 
-def test_second_backward(backend, device):
-    inputs = tensors(device=device)
+def factors(inputs, rank=4):
+    """Factors of both projections, of another scale than 1."""
+    torch.manual_seed(1)
+    shapes = [(number, outputs, columns) for number, outputs, columns in (inputs[1].shape, inputs[2].shape)]
+    like = {"dtype": inputs[0].dtype, "device": inputs[0].device}
+    first, second = ((randn(n, rank, k, **like), randn(n, m, rank, **like)) for n, m, k in shapes)
+    return {"gate_up_lora": first, "down_lora": second, "lora_scale": 0.5}
+
+
+def test_keeps_small_products_of_adapters(backend, device):
+    inputs = tensors(tokens=64, device=device)
+    options = factors(inputs, rank=2)
+    (tokens, k), intermediate = inputs[3].shape, inputs[2].shape[2]
+    learning = [*inputs, *options["gate_up_lora"], *options["down_lora"]]
     with use_backend(backend):
-        once = torch.autograd.grad(experts(*inputs).sum(), inputs[:3])
-        out = experts(*inputs).sum()
+        kept = saved_bytes(lambda: experts(*inputs, **options), *learning)
+    scaled = sum(options[name][0].nbytes for name in ("gate_up_lora", "down_lora"))
+    assert kept < tokens * k * 4 * (2 * intermediate + 2 * 2 + 8) + scaled
+
+
+@pytest.mark.parametrize("alone", range(8))
+def test_one_gradient_alone_with_adapters(alone, backend, device):
+    def gradients(wanted):
+        inputs = tensors(device=device)
+        options = factors(inputs)
+        learning = [x for x in (*inputs, *options["gate_up_lora"], *options["down_lora"]) if x.is_floating_point()]
+        for i, x in enumerate(learning):
+            x.requires_grad_(i in wanted)
+        with use_backend(backend):
+            out = experts(*inputs, **options)
+        out.backward(torch.cos(torch.arange(out.numel(), device=device)).view(out.shape))
+        return [x.grad for x in learning]
+
+    every, found = gradients(range(8)), gradients([alone])
+    for i, (x, expected) in enumerate(zip(found, every)):
+        assert torch.equal(x, expected) if i == alone else x is None
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapted"])
+def test_second_backward(adapted, backend, device):
+    inputs = tensors(device=device)
+    options = factors(inputs) if adapted else {}
+    learning = [*inputs[:3], *(f for lora in options.values() if isinstance(lora, tuple) for f in lora)]
+    with use_backend(backend):
+        once = torch.autograd.grad(experts(*inputs, **options).sum(), learning)
+        out = experts(*inputs, **options).sum()
         for _ in range(2):
-            for found, expected in zip(torch.autograd.grad(out, inputs[:3], retain_graph=True), once):
+            for found, expected in zip(torch.autograd.grad(out, learning, retain_graph=True), once):
                 assert torch.equal(found, expected)
         out.backward()
         with pytest.raises(RuntimeError, match="a second time"):  # torch's, of a graph that was freed

@@ -51,6 +51,14 @@ def mixture_shape(mixture, tokens=TOKENS):
     return product(tokens * mixture.per_token, mixture.experts, mixture.hidden, 2 * mixture.intermediate)
 
 
+def adapter(new, experts, outputs, inputs, rank):
+    """Draw an adapter's factors, whose product is as large as the weights; no rank: none."""
+    if rank is None:
+        return None
+    a, b = new.randn(experts, rank, inputs, grad=False), new.randn(experts, outputs, rank, grad=False)
+    return a.mul_(inputs**-0.5).requires_grad_(), b.mul_(rank**-0.5).requires_grad_()
+
+
 def mixtures(new):
     def tensors(tokens, experts, k, hidden, intermediate, halves=2, dtype=None, grads=(True,) * 4):
         x, weights = new.randn(tokens, hidden, grad=grads[0]), new.randn(tokens, k, dtype=dtype, grad=grads[3])
@@ -67,6 +75,16 @@ def mixtures(new):
     yield tensors(0, 2, 1, 16, 16), {}
     for alone in range(4):
         yield tensors(5, 2, 1, 16, 24, grads=[i == alone for i in range(4)]), {}
+    for number, halves, scale, ranks in [
+        (4, 2, 0.5, (16, 16)),
+        (3, 1, 1.0, (5, None)),
+        (3, 2, -1.5, (None, 33)),
+        (2, 2, 2.0, (65, 4)),
+    ]:
+        activation = "silu" if halves == 2 else "relu_squared"
+        sizes = (number, halves * 24, 40), (number, 40, 24)
+        factors = [adapter(new, *size, rank) for size, rank in zip(sizes, ranks)]
+        yield (*tensors(11, number, 2, 40, 24, halves), activation, False, *factors, scale), {}
 
 
 def wide_mixtures(new):

@@ -35,7 +35,13 @@ from liger_hw.dispatch import Cost, differentiable, op
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, gated, glu
 from liger_hw.kernels.moe.expert_glu import expert_glu_backward_in_place
 from liger_hw.kernels.moe.gathered_sum import gather_weighted, sum_gathered
-from liger_hw.kernels.moe.grouped_mm import grouped_mm, multiply_groups, multiply_rows
+from liger_hw.kernels.moe.grouped_mm import (
+    LARGEST_RANK,
+    grouped_mm,
+    multiply_groups,
+    multiply_rows,
+    multiply_rows_with_adapter,
+)
 from liger_hw.kernels.moe.routing import sort_pairs
 from liger_hw.spelling import check_known
 
@@ -88,8 +94,9 @@ def experts(
         gate_up_lora, down_lora: low-rank factors (A, B) of each expert, (E, r, inputs) and (E, outputs, r), in the
             dtype of `x`; None: none. A projection W x then is W x + lora_scale B (A x) (arXiv:2106.09685), rounded
             after each product and the sum; no merged weight exists. peft's `target_parameters` holds the same factors
-            as A (E r, inputs) and B (outputs, r E): A.view(E, r, -1) and B.view(outputs, r, E).permute(2, 0, 1). With
-            factors the op keeps what the products' own backwards need.
+            as A (E r, inputs) and B (outputs, r E): A.view(E, r, -1) and B.view(outputs, r, E).permute(2, 0, 1).
+            Kernels round `lora_scale` A and its product with x, then W x + B (A x) once, and keep A x beside gate and
+            up. For r above 64 they do as the reference, and keep what each product's backward needs.
         lora_scale: alpha / r.
 
     Returns:
@@ -178,46 +185,92 @@ def _(a):
 
 @experts.register("triton", bound=True)
 def _(a):
+    ranks = [lora[0].shape[1] for lora in (a.gate_up_lora, a.down_lora) if lora is not None]
     # torch.compile does not follow tensors from `_experts` to `_project`
-    if torch.compiler.is_compiling() or a.gate_up_lora is not None or a.down_lora is not None:
+    if torch.compiler.is_compiling() or any(rank > LARGEST_RANK for rank in ranks):
         return _by_operations(grouped_mm, lambda gate, up, activation: gated(gate, up, activation, False), *a)
-    placeholder, *kept = _experts.apply(*a[:7], not saved_tensors_are_kept())
-    return _project.apply(placeholder, (a.down_proj, *kept), a.activation, a.up_first)
+    factors = *_scaled(a.gate_up_lora, a.lora_scale), *_scaled(a.down_lora, a.lora_scale)
+    placeholder, *kept = _experts.apply(*a[:7], *factors, not saved_tensors_are_kept())
+    return _project.apply(placeholder, (a.down_proj, factors[3], *kept), a.activation, a.up_first)
 
 
-@differentiable("out hidden row_weights tokens place offs")
+def _scaled(lora, scale):
+    """Return an adapter's factors, the first one times its scale: then no product and no gradient needs it."""
+    if lora is None:
+        return None, None
+    a, b = lora
+    return a if scale == 1 else a * scale, b
+
+
+def _multiply(rows, weights, offs, index, u, b):
+    if u is None:
+        return multiply_rows(rows, weights, offs, index)
+    return multiply_rows_with_adapter(rows, weights, offs, index, u, b)
+
+
+@differentiable("out hidden row_weights tokens place offs y gate_up_u down_u")
 def _experts(
     x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor, activation: str, up_first: bool,
+    top_k_weights: torch.Tensor, activation: str, up_first: bool, gate_up_a: torch.Tensor | None,
+    gate_up_b: torch.Tensor | None, down_a: torch.Tensor | None, down_b: torch.Tensor | None,
 ):  # fmt: skip
     """Compute the first projection of every expert; its backward is the whole backward.
 
-    `out` is a placeholder (T, H) of one value for the graph.
+    `out` is a placeholder (T, H) of one value for the graph. gate_up_u, down_u: (S, r), the products with first
+    factors, which the backward reads; y: (S, I), the second projection's input, which it computes again.
     """
     tokens, place, row_weights, offs = sort_pairs(top_k_index, top_k_weights, gate_up_proj.shape[0])
-    hidden = multiply_rows(x, gate_up_proj.transpose(1, 2), offs, tokens)
-    return x.new_empty_strided(x.shape, (0, 0)), hidden, row_weights, tokens, place, offs
+    gate_up_u = down_u = y = None
+    if gate_up_a is not None:
+        gate_up_u = multiply_rows(x, gate_up_a.transpose(1, 2), offs, tokens)
+        gate_up_b = gate_up_b.transpose(1, 2)
+    hidden = _multiply(x, gate_up_proj.transpose(1, 2), offs, tokens, gate_up_u, gate_up_b)
+    if down_a is not None:
+        y = glu(*_gate_and_up(hidden, down_proj.shape[2], up_first), activation)
+        down_u = multiply_rows(y, down_a.transpose(1, 2), offs, None)
+    return x.new_empty_strided(x.shape, (0, 0)), hidden, row_weights, tokens, place, offs, y, gate_up_u, down_u
 
 
-@_experts.backward(without_gradient="hidden row_weights place offs")
+@_experts.backward(without_gradient="hidden row_weights place offs y down_u")
 def _(
-    x, gate_up_proj, down_proj, hidden, row_weights, tokens, place, offs, activation, up_first, in_place: bool, dout,
-    *, x_grad, gate_up_proj_grad, down_proj_grad, top_k_weights_grad,
+    x, gate_up_proj, down_proj, gate_up_a, gate_up_b, down_a, down_b, hidden, gate_up_u, down_u, row_weights, tokens,
+    place, offs, activation, up_first, in_place: bool, dout, *, x_grad, gate_up_proj_grad, down_proj_grad,
+    top_k_weights_grad, gate_up_a_grad, gate_up_b_grad, down_a_grad, down_b_grad,
 ):  # fmt: skip
-    y = multiply_rows(dout, down_proj, offs, tokens)  # dout D_e, until the next kernel writes the product over it
+    """Multiply by both projections' weights, and sum the outer products of those that learn.
+
+    With an adapter W + B A the gradient of x is dy W + (dy B) A, that of A (dy B)^T x, and that of B dy^T (A x).
+    """
+    du = None if down_a is None else multiply_rows(dout, down_b, offs, tokens)
+    # dout D_e, until the next kernel writes the product over it
+    y = _multiply(dout, down_proj, offs, tokens, du, down_a)
     if not in_place or backward_keeps_graph():  # hooks of the program keep it, or a second backward reads it
         hidden = hidden.clone()
     gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
     drow_weights = expert_glu_backward_in_place(gate, up, y, row_weights, activation)
-    dx = dgate_up = ddown = None
+    dx = dgate_up = ddown = dgate_up_a = dgate_up_b = ddown_a = ddown_b = None
     if down_proj_grad:
         ddown = multiply_groups(gather_weighted(dout, tokens, row_weights), y, offs, None)
+    if down_a_grad:
+        ddown_a = multiply_groups(_weighted(du, row_weights), y, offs, None)
+    if down_b_grad:
+        ddown_b = multiply_groups(_weighted(down_u, row_weights), dout, offs, tokens).transpose(1, 2)
     del y
     if gate_up_proj_grad:
         dgate_up = multiply_groups(hidden, x, offs, tokens)
+    if gate_up_b_grad:
+        dgate_up_b = multiply_groups(hidden, gate_up_u, offs, None)
+    du = multiply_rows(hidden, gate_up_b, offs, None) if gate_up_a_grad or x_grad and gate_up_a is not None else None
+    if gate_up_a_grad:
+        dgate_up_a = multiply_groups(du, x, offs, tokens)
     if x_grad:
-        dx = sum_gathered(multiply_rows(hidden, gate_up_proj, offs, None), place, None)
-    return dx, dgate_up, ddown, drow_weights[place] if top_k_weights_grad else None
+        dx = sum_gathered(_multiply(hidden, gate_up_proj, offs, None, du, gate_up_a), place, None)
+    dweights = drow_weights[place] if top_k_weights_grad else None
+    return dx, dgate_up, ddown, dweights, dgate_up_a, dgate_up_b, ddown_a, ddown_b
+
+
+def _weighted(rows, weights):
+    return (rows * weights[:, None]).to(rows.dtype)
 
 
 @differentiable("out")
@@ -227,9 +280,10 @@ def _project(placeholder: torch.Tensor, tensors: tuple, activation: str, up_firs
     Autograd does not track tensors in a tuple, so it saves nothing. Activation checkpointing recomputes up to the last
     saved tensor, so it skips this function.
     """
-    down_proj, hidden, row_weights, place, offs = tensors
-    gate, up = _gate_and_up(hidden, down_proj.shape[2], up_first)
-    projected = multiply_rows(glu(gate, up, activation), down_proj.transpose(1, 2), offs, None)
+    down_proj, b, hidden, row_weights, place, offs, y, u = tensors
+    if y is None:
+        y = glu(*_gate_and_up(hidden, down_proj.shape[2], up_first), activation)
+    projected = _multiply(y, down_proj.transpose(1, 2), offs, None, u, None if b is None else b.transpose(1, 2))
     return sum_gathered(projected, place, row_weights)
 
 

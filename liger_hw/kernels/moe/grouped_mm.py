@@ -1,6 +1,6 @@
 r"""Multiply each group of rows by a matrix of its own, as experts do.
 
-    out[r] = rows[r] W[g]                   for r of group g, rows offs[g - 1] to offs[g]
+    out[r] = rows[r] W[g] (+ u[r] B[g])     for r of group g, rows offs[g - 1] to offs[g]; u, B: an adapter's
     drows  = dout W[g]^T                    the same kernel, with W's strides exchanged
     dW[g]  = rows[g]^T dout[g]              one product for each group, over its rows; zeros for a group without rows
 
@@ -109,8 +109,10 @@ def _with_torchs_strides(x):
 # Measured for an H200. Where few steps make a sum, more stages only delay the first: 8,192 rows of 256 groups of
 # 7168x4096 take grouped_outer 4.7 ms in steps of 16 rows and 3 stages, 5.0 in steps of 32, 5.3 in 32 and 4 stages.
 @tuned
-def grouped_rows_config(group_rows, vectors, itemsize, device):
+def grouped_rows_config(group_rows, width, vectors, itemsize, device):
     cols, depth, stages = {32: (128, 128, 3), 64: (128, 64, 4), 128: (256, 64, 4)}[group_rows]
+    if width <= 64:  # a first factor's product reads its rows: 16 columns take 48 us, with 128 rows and 256 columns 130
+        return _tiles(min(group_rows, 64), width, 64, 4, vectors, itemsize, device)
     return _tiles(group_rows, cols, depth, stages, vectors, itemsize, device)
 
 
@@ -129,9 +131,9 @@ def _tiles(rows, cols, depth, stages, vectors, itemsize, device):
     """
     sums = cols // 2
     if 4 * (rows + cols) * depth * itemsize > device.shared_memory:
-        sums, cols, depth = 64, 128, min(depth, 64)
+        sums, cols, depth = 64, min(cols, 128), min(depth, 64)
     if not vectors or itemsize == 4:
-        sums, rows, cols, depth = 16, min(rows, 64), 64, 64 // itemsize
+        sums, rows, cols, depth = 16, min(rows, 64), min(cols, 64), 64 // itemsize
     if device.core is None:  # without a core's limits, a lane has no more registers in small programs
         sums = min(sums, device.registers // 2)
     lanes = max(rows * cols // sums, 128 if device.async_copy else 256)  # loads may pass their registers
@@ -149,6 +151,11 @@ def _group_rows(rows, groups):
     """
     average = rows / groups
     return 128 if average > 64 else 64 if average > 16 else 32
+
+
+def _width(cols):
+    """Return a class of numbers of columns: 16, 32, 64 or 128 for more."""
+    return max(min(power_of_2(cols), 128), 16)
 
 
 def _config_numbers(rows, groups, x, y):
@@ -174,10 +181,12 @@ def banded(pid, tall, wide, BAND: tl.constexpr):
 
 @triton.jit
 def grouped_rows(
-    X, W, OFFS, INDEX, OUT, rows, groups, x_stride, w_stride, k_stride, n_stride, depth: tl.constexpr,
-    cols: tl.constexpr, PRECISION: tl.constexpr, GROUPS: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    X, W, OFFS, INDEX, U, B, OUT, rows, groups, x_stride, w_stride, k_stride, n_stride, b_stride, r_stride, bn_stride,
+    depth: tl.constexpr, rank: tl.constexpr, cols: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    BAND: tl.constexpr,
 ):  # fmt: skip
+    # U, B: (rows, rank) contiguous and (groups, rank, cols), whose product is added; or None. ADDS: add to OUT
     slot, tile = banded(tl.program_id(0), rows // ROWS + groups, tl.cdiv(cols, COLS), BAND)
     g = tl.arange(0, GROUPS)
     start = tl.load(OFFS + g - 1, (g > 0) & (g < groups), other=0)
@@ -196,7 +205,12 @@ def grouped_rows(
             source = tl.load(INDEX + source)
         x = X + source[:, None] * x_stride + k[None, :]
         w = W + group.to(tl.int64) * w_stride + (k.to(tl.int64) * k_stride)[:, None] + (col.to(tl.int64) * n_stride)
-        total = tl.zeros((ROWS, COLS), tl.float32)
+        out = OUT + row.to(tl.int64)[:, None] * cols + col[None, :]
+        stored = (row < end)[:, None] & col_mask[None, :]
+        if ADDS:
+            total = tl.load(out, stored, other=0.0).to(tl.float32)
+        else:
+            total = tl.zeros((ROWS, COLS), tl.float32)
         for first in range(0, depth, DEPTH):
             k_mask = in_row(first + k, depth, DEPTH)
             a = tl.load(x, k_mask[None, :], other=0.0)
@@ -204,8 +218,14 @@ def grouped_rows(
             total = dot(a, b, total, PRECISION)
             x += DEPTH
             w += DEPTH * k_stride
-        out = OUT + row.to(tl.int64)[:, None] * cols + col[None, :]
-        tl.store(out, total.to(OUT.dtype.element_ty), (row < end)[:, None] & col_mask[None, :])
+        if U is not None:
+            r = tl.arange(0, RANK)
+            r_mask = in_row(r, rank, RANK)
+            factor = B + group.to(tl.int64) * b_stride + (r.to(tl.int64) * r_stride)[:, None]
+            factor = tl.load(factor + col.to(tl.int64) * bn_stride, r_mask[:, None] & col_mask[None, :], other=0.0)
+            u = U + tl.minimum(row, end - 1).to(tl.int64)[:, None] * rank + r[None, :]
+            total = dot(tl.load(u, r_mask[None, :], other=0.0), factor, total, PRECISION)
+        tl.store(out, total.to(OUT.dtype.element_ty), stored)
 
 
 @triton.jit
@@ -247,6 +267,10 @@ def grouped_outer(
 # A gather moves 4 bytes of 16 bits for every value, and a product computes with it 2N times. Up to this N it costs more
 # than torch's product saves: a tenth of the time at 3,072 (H200: 4.2 TB/s, 650 TFLOP/s).
 GATHERED_COLS = 3072
+LARGEST_RANK = 64  # of an adapter whose product follows another one in registers
+# A kernel adds a product of rank 16 in 2 to 6% of its time; a pass after torch's product moves 4 bytes a value, 25 to
+# 60% of Qwen3-30B-A3B's products (H200). From sums of this length on torch's product saves more than that.
+SUMMED_DEPTH = 3072
 
 
 def _by_torch(rows, groups, cols, index, *operands):
@@ -264,11 +288,11 @@ def _precision(x):
     return "tf32" if tf32 and device_of(x).tf32 else "ieee"
 
 
-def _row_count(rows, index):
-    return (rows if index is None else index).shape[0]
+def _empty_products(rows, weights, index):
+    return rows.new_empty((rows if index is None else index).shape[0], weights.shape[2])
 
 
-@raw(lambda rows, weights, offs, index: rows.new_empty(_row_count(rows, index), weights.shape[2]))
+@raw(_empty_products)
 def multiply_rows(
     rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None
 ) -> torch.Tensor:
@@ -277,24 +301,53 @@ def multiply_rows(
     Args:
         index: (S,) int64, the row of (T, K) that each of the S rows is; None: S rows.
     """
-    (groups, _, cols), size = weights.shape, _row_count(rows, index)
+    (groups, _, cols), size = weights.shape, len(rows if index is None else index)
     if _by_torch(size, groups, cols, index, rows, weights):
         return torch_grouped_mm()(rows if index is None else rows[index], weights, offs=offs)
-    if 1 not in weights.stride()[1:]:
-        weights = weights.contiguous()
-    out = rows.new_empty(size, cols)
-    rows, row_stride = rows_of(rows)
-    config = grouped_rows_config(*_config_numbers(size, groups, rows, weights), device_of(rows))
-    _launch_rows(config, rows, row_stride, weights, offs, index, out)
+    return _by_kernel(rows, weights, offs, index)
+
+
+@raw(_empty_products)
+def multiply_rows_with_adapter(
+    rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, index: torch.Tensor | None, u: torch.Tensor,
+    b: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Compute multiply_rows(rows, weights, offs, index) + multiply_rows(u, b, offs, None).
+
+    The sum is rounded once, and after torch's product again.
+
+    Args:
+        u: (S, r) contiguous, r at most `LARGEST_RANK`.
+        b: (E, r, N).
+    """
+    (groups, depth, cols), size = weights.shape, len(u)
+    if depth < SUMMED_DEPTH or not _by_torch(size, groups, cols, index, rows, weights):
+        return _by_kernel(rows, weights, offs, index, u, b)
+    out = torch_grouped_mm()(rows if index is None else rows[index], weights, offs=offs)
+    config = grouped_rows_config(64, _width(cols), *_config_numbers(size, groups, u, b)[1:], device_of(u))
+    _launch_rows(config, u, u.stride(0), b, offs, None, out, adds=True)
     return out
 
 
-def _launch_rows(config, rows, row_stride, weights, offs, index, out):
+def _by_kernel(rows, weights, offs, index, u=None, b=None):
+    if 1 not in weights.stride()[1:]:
+        weights = weights.contiguous()
+    out = _empty_products(rows, weights, index)
+    rows, row_stride = rows_of(rows)
+    group_rows, *others = _config_numbers(len(out), len(weights), rows, weights)
+    config = grouped_rows_config(group_rows, _width(weights.shape[2]), *others, device_of(rows))
+    _launch_rows(config, rows, row_stride, weights, offs, index, out, u, b)
+    return out
+
+
+def _launch_rows(config, rows, row_stride, weights, offs, index, out, u=None, b=None, adds=False):
     (groups, depth, cols), size = weights.shape, len(out)
     programs = (size // config["ROWS"] + groups) * -(-cols // config["COLS"])
+    rank, b_strides = (1, (0, 0, 0)) if b is None else (b.shape[1], b.stride())
     launch(
-        grouped_rows, (programs, 1, 1), config, rows, weights, offs, index, out, size, groups, row_stride,
-        *weights.stride(), depth, cols, _precision(rows), power_of_2(groups),
+        grouped_rows, (programs, 1, 1), config, rows, weights, offs, index, u, b, out, size, groups, row_stride,
+        *weights.stride(), *b_strides, depth, rank, cols, adds, _precision(rows), power_of_2(groups),
+        max(power_of_2(rank), 16),
     )  # fmt: skip
 
 
@@ -308,7 +361,7 @@ def multiply_by_fixed_tiles(a, b, out):
     if 1 not in b.stride():
         b = b.contiguous()
     vectors = in_vectors(b, 16) and a.stride(0) % 16 == 0 and a.data_ptr() % 16 == 0
-    config = grouped_rows_config(128, vectors, a.element_size(), device_of(a))
+    config = grouped_rows_config(128, _width(b.shape[1]), vectors, a.element_size(), device_of(a))
     offs = torch.full((1,), len(a), dtype=torch.int32, device=a.device)
     _launch_rows(config, a, a.stride(0), b[None], offs, None, out)
 
