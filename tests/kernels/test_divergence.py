@@ -42,6 +42,15 @@ def test_kl_div_is_torchs(reduction, log_target, engine, device):
     torch.testing.assert_close(torch.autograd.grad(found.sum(), q)[0], expected)
 
 
+def test_kl_div_of_probabilities_of_0(engine, device):
+    q, p = pair(device=device)
+    p = torch.where(p > p.median(), p.exp(), 0)
+    expected = F.kl_div(q, p, reduction="sum")
+    found = kl_div(q, p, "sum", eps=0.0)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, q)[0], torch.autograd.grad(expected, q)[0])
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_jsd_is_made_of_kl(beta, engine, device):
     q, p = pair(device=device)

@@ -131,6 +131,24 @@ def test_divergence_of_logits(cols, kind, temperature, backend, device):
         hold_rows(soft, gradient, student, soft_rows(student, t, kind, beta, temperature))
 
 
+@pytest.mark.parametrize("kind", [*DIVERGENCE_KINDS, "cosine"])
+@pytest.mark.parametrize("student_cols, teacher_cols", [(4096, 4104), (4096, 8192), (8192, 4096)])
+def test_vocabularies_of_whole_blocks(student_cols, teacher_cols, kind, backend, device):
+    """A block of 4,096 columns divides the narrower row, and the loop goes on to the wider one's end."""
+    torch.manual_seed(0)
+    memory, teacher = torch.full((3, student_cols), 7.0, device=device), torch.randn(2, teacher_cols, device=device)
+    rows, labels = memory[:2], torch.tensor([5, student_cols - 1], device=device)
+    rows.normal_()
+    student, soft, hard = rows.clone().requires_grad_(), memory.new_empty(2), memory.new_empty(2)
+    with use_backend(backend):
+        divergence_rows(rows, teacher, labels, memory.new_ones(2), soft, hard, kind, 0.5, 2.0, -100, True)
+    assert (memory[2] == 7).all()  # the memory behind the rows
+    expected = torch.nn.functional.cross_entropy(student, labels, reduction="none")
+    torch.testing.assert_close(hard, expected.detach())
+    rows -= torch.autograd.grad(expected.sum(), student)[0]
+    hold_rows(soft, rows, student, soft_rows(student, teacher, kind, 0.5, 2.0))
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("logarithms", [False, True])
 @pytest.mark.parametrize("cols", [37, 64])

@@ -138,7 +138,7 @@ def kl_div(
         log_q: (N, V) log-probabilities of the student.
         target: (N, V) probabilities of the teacher, or with `log_target` log-probabilities; a constant.
         reduction: "batchmean" (sum over N), "sum", "mean" (sum over N V) or "none", which is (N, V).
-        eps: the least probability whose logarithm is taken, without `log_target`.
+        eps: the least probability whose logarithm is taken, without `log_target`; p log p of 0 is 0.
 
     Returns:
         fp32 (fp64 for fp64 inputs).
@@ -153,7 +153,11 @@ def kl_div(
         torch.Size([])
     """
     p = widen(target).detach()
-    values = elements(widen(log_q), p, "kl", 0) if log_target else p * (p.clamp(min=eps).log() - widen(log_q))
+    values = (
+        elements(widen(log_q), p, "kl", 0)
+        if log_target
+        else p * (p.clamp(min=eps).log().masked_fill(p == 0, 0) - widen(log_q))
+    )
     return values if reduction == "none" else values.sum() / _denominator(log_q, reduction, None, None)
 
 
@@ -283,7 +287,7 @@ def _element(x, y, beta, eps, KIND: tl.constexpr, LOGARITHMS: tl.constexpr):
         value, dx, _ = divergence_element(x * logarithm_unit(KIND), y * logarithm_unit(KIND), beta, KIND)
         return value, dx
     elif KIND == "kl":
-        return y * (tl.log2(tl.maximum(y, eps)) * LN_2 - x), -y
+        return y * (tl.where(y == 0, 0.0, tl.log2(tl.maximum(y, eps)) * LN_2) - x), -y  # eps may be 0
     else:
         return tl.abs(x - y) * 0.5, tl.where(x > y, 0.5, tl.where(x < y, -0.5, 0.0))
 

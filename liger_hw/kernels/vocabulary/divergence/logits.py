@@ -39,6 +39,16 @@ def divergence_of_logits_config(cols, itemsize, device):
 
 
 @triton.jit
+def _readable(at, row_cols: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr, COLS: tl.constexpr):
+    """Mask a row's columns up to a multiple of VECTOR, in a loop over `cols`, of which the row may have fewer."""
+    padded: tl.constexpr = (row_cols + VECTOR - 1) // VECTOR * VECTOR
+    if row_cols < cols:
+        return at < padded
+    else:
+        return in_row(at, padded, COLS)
+
+
+@triton.jit
 def _pair(S, T, at, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
           VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Load columns of both rows, -inf beyond either's end.
@@ -49,8 +59,8 @@ def _pair(S, T, at, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols
         mask = in_row(at, cols, COLS)
         s, t = tl.load(S + at, mask, other=float("-inf")), tl.load(T + at, mask, other=float("-inf"))
         return s.to(tl.float32), t.to(tl.float32)
-    s = tl.load(S + at, in_row(at, (student_cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
-    t = tl.load(T + at, in_row(at, (teacher_cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
+    s = tl.load(S + at, _readable(at, student_cols, cols, VECTOR, COLS), other=0.0).to(tl.float32)
+    t = tl.load(T + at, _readable(at, teacher_cols, cols, VECTOR, COLS), other=0.0).to(tl.float32)
     s = tl.where(at < student_cols, s, tl.where(at < cols, 0.0, float("-inf")))
     return s, tl.where(at < teacher_cols, t, tl.where(at < cols, 0.0, float("-inf")))
 
@@ -75,7 +85,6 @@ def divergence_of_logits(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
-    padded: tl.constexpr = (student_cols + VECTOR - 1) // VECTOR * VECTOR
     S += tl.multiple_of(row * s_stride, VECTOR)
     T += tl.multiple_of(row * t_stride, VECTOR)
     lane = tl.arange(0, COLS)
@@ -85,7 +94,8 @@ def divergence_of_logits(
     if y == ignore_index:
         if GRADIENT:
             for start in range(0, student_cols, COLS):
-                tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
+                stored = _readable(start + lane, student_cols, student_cols, VECTOR, COLS)
+                tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), stored)
     else:
         unit = logarithm_unit(KIND)
         scale, power_unit = unit / temperature, LOG2_E / temperature
@@ -145,7 +155,8 @@ def divergence_of_logits(
                 if HARD is not None:
                     p = tl.exp2(below_peak(s, hard_row_max, LOG2_E, hard_log_sum))
                     ds += coef_hard * (p - tl.where(at == y, 1.0, 0.0))
-                tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
+                stored = _readable(at, student_cols, cols, VECTOR, COLS)
+                tl.store(S + at, tl.where(at < student_cols, ds, 0.0), stored)
         soft = tl.sum(values, 0)
     tl.store(SOFT + row, soft)
     if HARD is not None:
@@ -158,13 +169,10 @@ def cosine_of_logits_config(cols, itemsize, device):
 
 
 @triton.jit
-def _values(X, at, cols: tl.constexpr, VECTOR: tl.constexpr, COLS: tl.constexpr):
-    """Load columns of a row, 0 beyond its end.
-
-    Rows are readable up to a multiple of VECTOR.
-    """
-    x = tl.load(X + at, in_row(at, (cols + VECTOR - 1) // VECTOR * VECTOR, COLS), other=0.0).to(tl.float32)
-    return tl.where(at < cols, x, 0.0)
+def _values(X, at, row_cols: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr, COLS: tl.constexpr):
+    """Load columns of a row in a loop over `cols`, 0 beyond its end."""
+    x = tl.load(X + at, _readable(at, row_cols, cols, VECTOR, COLS), other=0.0).to(tl.float32)
+    return tl.where(at < row_cols, x, 0.0)
 
 
 @triton.jit
@@ -174,8 +182,8 @@ def _products(S, T, s_scale, t_scale, lane, student_cols: tl.constexpr, teacher_
     products = tl.zeros((COLS,), tl.float32)
     s_squares, t_squares = products, products
     for start in range(0, cols, COLS):
-        s = _values(S, start + lane, student_cols, VECTOR, COLS) * s_scale
-        t = _values(T, start + lane, teacher_cols, VECTOR, COLS) * t_scale
+        s = _values(S, start + lane, student_cols, cols, VECTOR, COLS) * s_scale
+        t = _values(T, start + lane, teacher_cols, cols, VECTOR, COLS) * t_scale
         products += s * t
         s_squares += s * s
         t_squares += t * t
@@ -189,7 +197,6 @@ def cosine_of_logits(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
-    padded: tl.constexpr = (student_cols + VECTOR - 1) // VECTOR * VECTOR
     S += tl.multiple_of(row * s_stride, VECTOR)
     T += tl.multiple_of(row * t_stride, VECTOR)
     lane = tl.arange(0, COLS)
@@ -199,7 +206,8 @@ def cosine_of_logits(
     if y == ignore_index:
         if GRADIENT:
             for start in range(0, student_cols, COLS):
-                tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), in_row(start + lane, padded, COLS))
+                stored = _readable(start + lane, student_cols, student_cols, VECTOR, COLS)
+                tl.store(S + start + lane, tl.zeros((COLS,), tl.float32), stored)
     else:
         products = tl.zeros((COLS,), tl.float32)
         s_squares, t_squares = products, products
@@ -207,8 +215,8 @@ def cosine_of_logits(
         sum_exp = tl.zeros((COLS // VECTOR,), tl.float32)
         for start in range(0, cols, COLS):
             at = start + lane
-            s = _values(S, at, student_cols, VECTOR, COLS)
-            t = _values(T, at, teacher_cols, VECTOR, COLS)
+            s = _values(S, at, student_cols, cols, VECTOR, COLS)
+            t = _values(T, at, teacher_cols, cols, VECTOR, COLS)
             products += s * t
             s_squares += s * s
             t_squares += t * t
@@ -242,13 +250,14 @@ def cosine_of_logits(
             last = (student_cols - 1) // COLS * COLS
             for start in range(0, student_cols, COLS):
                 at = last - start + lane
-                s = _values(S, at, student_cols, VECTOR, COLS)
-                t = _values(T, at, teacher_cols, VECTOR, COLS)
+                s = _values(S, at, student_cols, student_cols, VECTOR, COLS)
+                t = _values(T, at, teacher_cols, student_cols, VECTOR, COLS)
                 ds = coef_soft * (coef_s * (s * s_scale) - coef_t * (t * t_scale))
                 if HARD is not None:
                     p = tl.exp2(below_peak(s, hard_row_max, LOG2_E, hard_log_sum))
                     ds += coef_hard * (p - tl.where(at == y, 1.0, 0.0))
-                tl.store(S + at, tl.where(at < student_cols, ds, 0.0), in_row(at, padded, COLS))
+                stored = _readable(at, student_cols, student_cols, VECTOR, COLS)
+                tl.store(S + at, tl.where(at < student_cols, ds, 0.0), stored)
     tl.store(SOFT + row, soft)
     if HARD is not None:
         tl.store(HARD + row, hard)
