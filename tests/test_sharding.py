@@ -73,6 +73,24 @@ def every_sharding(op):
     check(op, lambda i, x: [Replicate()], inputs, options, mesh)
 
 
+def each_argument(op):
+    """Shard every tensor along every dimension, and both factors of an adapter by their rank."""
+    mesh = init_device_mesh(device().type, (2,))
+    inputs, options = sample(op)
+    for i, x in enumerate(inputs):
+        for dim in range(x.ndim if torch.is_tensor(x) else 0):
+            check(op, lambda k, _, i=i, dim=dim: [Shard(dim) if k == i else Replicate()], inputs, options, mesh)
+    if op.startswith("lora"):
+        *_, a, b = (i for i, x in enumerate(inputs) if torch.is_tensor(x))
+        check(op, lambda i, _: [{a: Shard(0), b: Shard(1)}.get(i, Replicate())], inputs, options, mesh)
+
+
+@pytest.mark.parametrize("op", sorted(set(CASES) - WITHOUT_A_RULE))
+@pytest.mark.parametrize("forced", BACKENDS)
+def test_every_argument_sharded(op, forced, ranks):
+    ranks(2, each_argument, op, backend=forced)
+
+
 @pytest.mark.parametrize("op", sorted(set(CASES) - WITHOUT_A_RULE))
 @pytest.mark.parametrize("forced", BACKENDS)
 def test_every_sharding_of_two_ranks(op, forced, ranks):

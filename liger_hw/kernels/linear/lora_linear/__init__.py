@@ -127,19 +127,21 @@ def lora_linear(
     return (y + (update + bias if is_late else update)).to(y.dtype)
 
 
-lora_linear.shards(x="... C", weight="h C", bias="h", lora_a="r C", lora_b="h r", returns="... h")
+# a part of the ranks would need the base product on one rank alone
+lora_linear.shards(x="... C", weight="h C", bias="h", lora_a="R C", lora_b="h R", returns="... h")
 
 
 @lora_linear.cost
 def _(x, weight, bias, lora_a, lora_b, scaling=1.0, dropout=0.0):
     rows = x.numel() // x.shape[-1]
-    y_bytes = rows * weight.shape[0] * weight.itemsize
-    inputs = sum(t.nbytes for t in (x, weight, lora_a, lora_b))
-    product = 2 * rows * (weight.numel() + lora_a.numel() + lora_b.numel())
-    # backward: dx of the same size; dA and dB, du
+    stored = _stored(weight)[0]
+    y_bytes = rows * lora_b.shape[0] * x.itemsize
+    inputs = sum(t.nbytes for t in (x, stored, lora_a, lora_b))
     small = 2 * rows * (lora_a.numel() + lora_b.numel())
-    more = 2 * rows * weight.numel() if weight.requires_grad else 0
-    return Cost(inputs + y_bytes, inputs + y_bytes + x.nbytes, product, product + small + more)
+    base = 2 * rows * lora_b.shape[0] * x.shape[-1]
+    # backward: dx of the same size; dA and dB, du
+    more = base if stored.requires_grad else 0
+    return Cost(inputs + y_bytes, inputs + y_bytes + x.nbytes, base + small, base + 2 * small + more)
 
 
 # Autograd -------------------------------------------------------------------------------------------------------------
@@ -377,7 +379,7 @@ def lora_glu_linear(
     return lora_linear.reference(y if up is None else y * up, weight, bias, lora_a, lora_b, scaling)
 
 
-lora_glu_linear.shards(gate="... C", up="... C", weight="h C", bias="h", lora_a="r C", lora_b="h r", returns="... h")
+lora_glu_linear.shards(gate="... C", up="... C", weight="h C", bias="h", lora_a="R C", lora_b="h R", returns="... h")
 
 
 @lora_glu_linear.cost
@@ -421,7 +423,7 @@ def _(
         dy, du = adapted_product(dout, dout, _whole(weight, state), None, lora_b, lora_a, scaling, None)
         dy = dy.view(gate.shape)
         dgate, dup = unit_gradients(gate, up, dy, activation, in_place, gate_grad, up_grad)
-        y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
+        y = dy.view(len(dout), gate.shape[-1])  # the kernel wrote it over dy
         pairs = [(dout, u) if lora_b_grad else None]
         da, (db,) = gradients(y, du if lora_a_grad else None, pairs, lora_b, lora_b.shape[1])
         dw = torch.mm(dout.t(), y) if weight_grad else None
