@@ -131,6 +131,17 @@ def test_into_memory(backend, device):
             assert torch.equal(out.cpu(), defined(t, (40, 33), 64).half())
 
 
+def test_a_write_to_saved_memory_is_counted(backend, device):
+    x, out = torch.randn(3, 64, device=device, requires_grad=True), torch.empty(64, 64, device=device)
+    t = draw((64, 64), 64, False, device, "nf4")
+    for chosen in (backend, "reference"):
+        y = x @ out.t()
+        with use_backend(chosen):
+            dequantize_4bit(**t, shape=(64, 64), dtype=torch.float32, out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
 VIEWS = {"every second byte": lambda x: x[::2], "from the second byte on": lambda x: x[1:], "a row": lambda x: x.t()}
 
 

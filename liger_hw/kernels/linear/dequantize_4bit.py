@@ -231,4 +231,5 @@ def _(packed, absmax, code, nested_absmax, nested_code, offset, shape, dtype, bl
     if out is None:
         return _dequantize_4bit(packed, scales, [2 * packed.numel()] if shape is None else list(shape), dtype)
     _dequantize_4bit_into(packed, scales, out)
+    torch.autograd.graph.increment_version(out)  # so that a function that saved it raises an error
     return out
