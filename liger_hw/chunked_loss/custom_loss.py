@@ -7,6 +7,7 @@ import torch
 from torch.compiler import is_compiling
 
 from liger_hw._torch import without_saved_tensors_hooks
+from liger_hw.dispatch import widen
 from liger_hw.losses.engine import gradients_of
 
 
@@ -90,7 +91,9 @@ class CustomLoss(torch.autograd.Function):
             grad_input, grad_weight, grad_bias = _gradients(*ctx.graph, grad_output)
         else:
             kept = ctx.saved_tensors
-            grad_input, grad_weight, grad_bias = (g if g is None else g * grad_output.to(g.dtype) for g in kept)
+            grad_input, grad_weight, grad_bias = (
+                g if g is None else (widen(g) * grad_output).to(g.dtype) for g in kept
+            )
         return grad_input, grad_weight, *[None] * (cls.bias_at - 2), grad_bias
 
 

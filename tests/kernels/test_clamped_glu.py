@@ -44,6 +44,17 @@ def test_strided(options, backend, device):
     compare(exact, plain, found, f"strided clamped_swiglu on {backend}")
 
 
+def test_a_limit_between_two_numbers(backend, device):
+    """Torch clamps to the limit in the tensor's dtype: 0.7 is 0.7002 in fp16, which values may equal."""
+    x = torch.tensor([0.7, 0.75, 0.65, -0.7], dtype=torch.float16, device=device).requires_grad_()
+    gradients = []
+    for chosen in (backend, "reference"):
+        with use_backend(chosen):
+            y = clamped_swiglu(x, x, limit=0.7)
+        gradients.append(torch.autograd.grad(y.sum(), x)[0])
+    assert (gradients[0] != 0).equal(gradients[1] != 0)
+
+
 def test_at_the_limit_and_beyond(backend, device):
     """Gradients pass at the limit and vanish beyond it, as torch.clamp's; NaN stays NaN."""
     gate = torch.tensor([1.0, 1.5, -9.0, float("nan"), 0.5], device=device, requires_grad=True)

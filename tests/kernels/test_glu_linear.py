@@ -109,6 +109,13 @@ def test_only_the_gradients_asked_for(wanted, in_place, backend, device):
     assert kept == kept_by_two_steps - product
 
 
+def test_no_columns(backend, device):
+    gate, up, weight, bias = tensors(2, 6, 0, device=device)
+    with use_backend(backend):
+        glu_linear(gate, up, weight, bias).sum().backward()
+    assert gate.grad.shape == gate.shape and weight.grad.shape == weight.shape and (bias.grad == 12).all()
+
+
 def test_keeps_gate_up_and_weight_alone(backend, device):
     gate, up, weight, bias = tensors(8, 64, features=4, device=device)
     with use_backend(backend):

@@ -40,6 +40,14 @@ def test_far_from_zero(block, backend, device):
         check(group_norm, (x, w, b), {"num_groups": 2}, backend)
 
 
+def test_means_whose_squares_overflow(backend, device):
+    torch.manual_seed(0)
+    x = 1e20 + 1e18 * torch.randn(2, 4, 6, device=device)
+    with use_backend(backend):
+        found = group_norm(x, None, None, 2)
+    torch.testing.assert_close(found, group_norm.reference(x.double(), None, None, 2).float(), rtol=1e-3, atol=1e-3)
+
+
 VIEWS = {"channels last": lambda x: x.movedim(-1, 1), "positions": lambda x: x[..., ::2]}
 
 

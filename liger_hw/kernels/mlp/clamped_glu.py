@@ -127,7 +127,7 @@ def _load_clamped(
     """Load gate and up; return them, and both clamped with the offset added."""
     dtype: tl.constexpr = G.dtype.element_ty
     if INTERLEAVED:  # load both, then split: accesses to every other value would be one value wide
-        mask = _mask(row, rows, 2 * start, 2 * cols, whole, 2 * COLS)
+        mask = _mask(row, rows, 2 * start, tl.cast(cols, tl.int64) * 2, whole, 2 * COLS)
         both = tl.load(G + row * g_stride + 2 * start + tl.arange(0, 2 * COLS)[None, :], mask)
         gate, up = tl.split(tl.reshape(both.to(tl.float32), [ROWS, COLS, 2]))
     else:
@@ -159,6 +159,7 @@ def clamped_glu_forward(
     SILU: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, start, whole = program_tile(rows, cols, ROWS, COLS)
+    limit = rounded(tl.full((), limit, tl.float32), G.dtype.element_ty)  # torch clamps to it in the tensor's dtype
     if whole:  # at an odd width a mask would make every access one value wide
         _forward_tile(
             G, U, Y, row, start, rows, cols, g_stride, u_stride, y_stride, limit, alpha, offset, True,
@@ -201,6 +202,7 @@ def clamped_glu_backward(
     SILU: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, start, whole = program_tile(rows, cols, ROWS, COLS)
+    limit = rounded(tl.full((), limit, tl.float32), G.dtype.element_ty)  # torch clamps to it in the tensor's dtype
     if whole:
         _backward_tile(
             G, U, DY, DG, DU, row, start, rows, cols, g_stride, u_stride, dy_stride, d_stride, limit, alpha, offset,

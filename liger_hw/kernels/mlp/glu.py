@@ -190,7 +190,7 @@ def glu_backward_config(width, itemsize, read, device):
 @triton.jit
 def program_tile(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Return the rows and first column of this program's tile, and whether it is full."""
-    blocks = tl.cdiv(cols, COLS)
+    blocks = (cols - 1) // COLS + 1  # the sum in tl.cdiv would exceed 32 bits near 2^31 values
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS
     start = (tl.program_id(0) % blocks).to(tl.int64) * COLS
     return (row + tl.arange(0, ROWS))[:, None], start, (row + ROWS <= rows) & (start + COLS <= cols)

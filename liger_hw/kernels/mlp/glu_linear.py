@@ -138,7 +138,7 @@ def _(gate, up, weight, activation, in_place: bool, dout, *, gate_grad, up_grad,
     dout = dout.reshape(-1, weight.shape[0])
     dy = torch.mm(dout, weight).to(gate.dtype).view(gate.shape)  # autocast in a backward casts it
     dgate, dup = unit_gradients(gate, up, dy, activation, in_place, gate_grad, up_grad)
-    y = dy.view(-1, gate.shape[-1])  # the kernel wrote it over dy
+    y = dy.view(len(dout), gate.shape[-1])  # the kernel wrote it over dy
     return dgate, dup, torch.mm(dout.t(), y), dout.sum(0) if bias_grad else None
 
 

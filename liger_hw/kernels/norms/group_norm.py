@@ -143,7 +143,9 @@ def group_norm_moments(
         difference = block_mean - mean
         share = count / (start + count)
         mean += difference * share
-        squares += tl.sum(deviation * deviation, 1) + difference * difference * (start * share)
+        squares += tl.sum(deviation * deviation, 1) + difference * (
+            difference * (start * share)
+        )  # 0 at first, also of infinite squares
     tl.store(MEAN + row, mean, row < rows)
     tl.store(SQUARES + row, squares, row < rows)
 

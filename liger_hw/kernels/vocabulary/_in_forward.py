@@ -7,7 +7,7 @@ import torch
 from liger_hw._torch import tensor_version
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.dispatch import Function, raw
+from liger_hw.dispatch import Function, raw, widen
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, row_warps, tuned
 
@@ -27,7 +27,7 @@ def _scale(X, size, dloss, BLOCK: tl.constexpr):
         at = start + tl.arange(0, BLOCK)
         tl.store(X + at, tl.load(X + at).to(tl.float32) * dloss)
     TAIL: tl.constexpr = BLOCK // 8
-    for start in range(whole + tl.program_id(0) * TAIL, size, tl.num_programs(0) * TAIL):
+    for start in range(whole + tl.program_id(0).to(tl.int64) * TAIL, size, tl.num_programs(0) * TAIL):
         at = start + tl.arange(0, TAIL)
         x = tl.load(X + at, at < size, other=0.0).to(tl.float32)
         tl.store(X + at, x * dloss, at < size)
@@ -120,7 +120,7 @@ class GradientsInForward(Function):
             return (None,) * len(ctx.needs_input_grad)
         if ctx.traced:
             kept = zip(ctx.saved_tensors, ctx.dtypes)
-            gradients = [(gradient * dloss.to(gradient.dtype)).to(dtype) for gradient, dtype in kept]
+            gradients = [(widen(gradient) * dloss).to(dtype) for gradient, dtype in kept]
         elif ctx.gradients is None:
             raise RuntimeError(
                 f"{ctx.op} makes its gradients in the forward, and a first backward has taken them: for a second one "

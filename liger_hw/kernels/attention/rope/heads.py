@@ -2,6 +2,8 @@
 
 import torch
 
+from liger_hw.checks import check
+
 
 def heads_inside(x, unsqueeze_dim):
     """Tell whether heads of a token are closer in memory than tokens of a head."""
@@ -31,4 +33,6 @@ def heads_and_strides(x, unsqueeze_dim):
     if x is None:
         return 0, 0, 0, 0, 0
     batch, one, two, dim = x.stride()
+    if dim != 1:  # kernels multiply it in 32 bits
+        check(dim * x.shape[-1] < 2**31, "q or k", x, "values of a head less than 2^31 apart: pass x.contiguous()")
     return (x.shape[1], batch, two, one, dim) if unsqueeze_dim == 1 else (x.shape[2], batch, one, two, dim)
