@@ -104,7 +104,7 @@ def multi_token_loss(
         )  # fmt: skip
         return loss, losses.reshape(len(row_weights), -1).sum(1)
 
-    if torch.is_tensor(weight) and torch.is_tensor(heads):
+    if torch.is_tensor(weight) and torch.is_tensor(heads) and (bias is None or torch.is_tensor(bias)):
         loss, sums = run(heads, weight, bias, tokens, all_row_weights)
         return MultiTokenOutput(loss, sums / items)
     parts = [run(heads[k], weights[k], biases[k], tokens[k], all_row_weights[k : k + 1]) for k in range(count)]

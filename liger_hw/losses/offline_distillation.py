@@ -100,6 +100,9 @@ def offline_distillation_loss(
         shape = tuple(teacher_tokens.shape)
     fits = teacher.is_floating_point() and teacher.shape == shape and teacher.device == x.device
     check(fits, "teacher", teacher, f"floats {shape} on {x.device}")
+    if teacher_lse is not None:
+        fits = teacher_lse.is_floating_point() and teacher_lse.shape == x.shape[:1] and teacher_lse.device == x.device
+        check(fits, "teacher_lse", teacher_lse, f"floats ({len(x)},) on {x.device}")
     excess, labels, x, *rows = counted(counted_rows, labels, ignore_index, x, teacher, teacher_tokens, teacher_lse)
     teacher, teacher_tokens, teacher_lse = rows
     valid = labels != ignore_index
@@ -172,11 +175,9 @@ def kl_to_probabilities(op, head, teacher, labels, factor, ignore_index, form):
 
 
 def _divergence_from_top_k(head, teacher, tokens, teacher_lse, valid, factor, rest, temperature, divergence):
-    x, scaling = head.x, head.scaling
+    scaling = head.scaling
     log_p = teacher.to(factor.dtype)
     if teacher_lse is not None:
-        fits = teacher_lse.is_floating_point() and teacher_lse.shape == x.shape[:1] and teacher_lse.device == x.device
-        check(fits, "teacher_lse", teacher_lse, f"floats ({len(x)},) on {x.device}")
         log_p = log_p / temperature - teacher_lse.detach()[:, None].to(log_p.dtype)
     vocabulary, k = len(head.weight), tokens.shape[1]
     check_top_k(tokens, valid, vocabulary)

@@ -205,7 +205,11 @@ def preference_loss(
     check_numbers(alpha=alpha)
     check_numbers("0 to 1, or None", least=0, most=1, ld_alpha=1 if ld_alpha is None else ld_alpha)
     reference_free = mixture.any("reference_free", False)
-    average_log_prob = reference_free if average_log_prob is None else average_log_prob
+    if average_log_prob is None:
+        same = len({mixture.any("reference_free", False, loss) for loss in mixture.functions}) == 1
+        allowed = f"True or False beside {loss_type}, of which some take means and some take sums by themselves"
+        check(same, "average_log_prob", None, allowed)
+        average_log_prob = reference_free
     for name, value in {"ref_x": ref_x, "ref_log_probs": ref_log_probs}.items():
         check(value is None or not reference_free, name, value, f"None: {loss_type} has no reference model")
     head = _head_options(softcap, logit_scale, logits_dtype, invariant, counted_rows, accum_dtype)
@@ -296,7 +300,7 @@ def unpaired_preference_loss(
 
 def _nll(x, weight, nll_labels, shape, bias, options):
     """Compute the chosen answers' mean NLL by labels of its own."""
-    fits = nll_labels.ndim == 2 and nll_labels.shape[0] >= len(x) and nll_labels.shape[1] == shape[1]
+    fits = nll_labels.ndim == 2 and nll_labels.shape in (shape, (len(x), shape[1]))
     check(fits, "nll_labels", nll_labels, f"shape {tuple(shape)} or its first half")
     check_labels("nll_labels", nll_labels, len(weight), options["ignore_index"])
     chosen, options = nll_labels[: len(x)].reshape(-1), options | {"counted_rows": None}
@@ -334,9 +338,9 @@ class _Mixture(NamedTuple):
             check_result("loss_type", loss, answers[0].shape, "a loss for each pair or answer")
         return sum(weight * loss for loss, weight in zip(losses, self.weights))
 
-    def any(self, attribute, default):
-        """Tell whether a loss has an attribute, which may be a function of its options."""
-        values = [(getattr(loss.func, attribute, default), loss.keywords) for loss in self.functions]
+    def any(self, attribute, default, *losses):
+        """Tell whether one of some losses (all) has an attribute, which may be a function of its options."""
+        values = [(getattr(loss.func, attribute, default), loss.keywords) for loss in losses or self.functions]
         return any(value(options) if callable(value) else value for value, options in values)
 
 

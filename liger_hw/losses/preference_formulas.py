@@ -48,7 +48,7 @@ def _power_less_1(exponent):
     return torch.expm1(exponent.clamp(max=LARGEST_EXPONENT))
 
 
-DIVERGENCES = {  # name -> f'(t) as a function of (log t, alpha), arXiv:2309.16240
+DIVERGENCES = {  # name -> f'(t) as a function of (log t, alpha), arXiv:2309.16240, whose alpha is 1 - alpha here
     "reverse_kl": lambda log_t, alpha: log_t,
     "forward_kl": lambda log_t, alpha: -_power_less_1(-log_t),
     "js_divergence": lambda log_t, alpha: math.log(2) + logsigmoid(log_t),

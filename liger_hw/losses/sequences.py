@@ -305,6 +305,8 @@ class _Computation:
         """Return the formula's outputs for a slice of the groups; keep its gradient for `_backward`."""
         selected = self.groups.select(self.by_row, groups)
         leaves = [row if row is None else row.detach().requires_grad_(self.needs_grad) for row in selected]
+        if not self.needs_grad:  # a formula may write to its arguments
+            leaves = [row if row is None else row.clone() for row in leaves]
         with torch.set_grad_enabled(self.records):
             value, *others = self.formula(*leaves, groups)
         if self.records and not traced(value):

@@ -96,6 +96,15 @@ def test_autocast_casts_nothing():
         assert not torch.equal(LOSSES["policy"](*tensors), expected)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_casts_no_reference(name):
+    tensors = head(FP32, FP32)
+    with liger_hw.use_backend("reference"):
+        expected = LOSSES[name](*tensors, logits_dtype=FP32)
+        with torch.autocast("cpu", BF16):
+            assert torch.equal(LOSSES[name](*tensors, logits_dtype=FP32), expected)
+
+
 def test_no_wide_copy_of_the_weight(monkeypatch):
     if torch.accelerator.is_available():
         pytest.skip("counts the CPU's allocations")

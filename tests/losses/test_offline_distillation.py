@@ -294,6 +294,7 @@ def test_a_token_outside_on_an_accelerator(device, engine, monkeypatch):
         ("teacher_tokens", {"teacher_tokens": torch.full((9, 5), 37)}),
         ("teacher_tokens", {"teacher_tokens": torch.arange(5)}),
         ("teacher_lse", {"teacher_lse": torch.zeros(8)}),
+        ("teacher_lse", {"teacher_lse": torch.zeros(12), "counted_rows": 9}),
         ("teacher_lse", {"teacher_tokens": None, "teacher": torch.zeros(9, 37), "teacher_lse": torch.zeros(9)}),
         ("labels", {"labels": torch.zeros(8, dtype=torch.int64)}),
         ("temperature", {"temperature": 0.0}),

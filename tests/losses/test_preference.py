@@ -453,6 +453,18 @@ def test_losses_without_reference_average_by_default_and_refuse_one(loss_type, d
             preference_loss(x, w, labels, b, loss_type, **options)
 
 
+def test_a_list_of_losses_that_average_and_losses_that_add(device):
+    (x, w, b), _, labels = case(device=device)
+    types = ["sigmoid", "simpo"]
+    with pytest.raises(ValueError, match=r"^average_log_prob: got None, allowed: True or False beside"):
+        preference_loss(x, w, labels, b, types)
+    for average in (True, False):
+        found, *parts = (
+            preference_loss(x, w, labels, b, one, average_log_prob=average).loss for one in (types, *types)
+        )
+        torch.testing.assert_close(found, sum(parts))
+
+
 def test_labels_of_the_nll(device):
     (x, w, b), _, labels = case(device=device)
     every = torch.randint(0, 31, labels.shape, device=device)
@@ -508,7 +520,7 @@ def test_compiles(device):
         ("ref_bias", {"ref_x": torch.zeros(6, 5, 8), "ref_weight": torch.zeros(31, 8), "ref_bias": torch.zeros(2)}),
         ("labels", {"ref_x": torch.zeros(6, 5, 8), "ref_weight": torch.zeros(3, 8)}),
         ("ref_x", {"ref_x": torch.zeros(5, 5, 8), "ref_weight": torch.zeros(31, 8)}),
-        ("nll_labels", {"nll_labels": torch.zeros(2, 5, dtype=torch.int64), "alpha": 1.0}),
+        *(("nll_labels", {"nll_labels": torch.zeros(n, 5, dtype=torch.int64), "alpha": 1.0}) for n in (2, 4, 7)),
         ("labels", {"labels": torch.full((6, 5), 31)}),
         ("labels", {"labels": torch.full((6, 5), -1)}),
         ("labels", {"labels": torch.zeros(6, 5)}),

@@ -71,6 +71,14 @@ def test_a_split_covers_every_row_once():
             assert sum(part.stop - part.start for part in kept) == min(size, len(every))
 
 
+def test_a_formula_may_write_to_its_arguments(engine, device):
+    inputs, tokens = case(device=device)
+    with torch.no_grad():
+        _, expected, *_ = sequence_loss(lambda log_probs, *_: log_probs.sum(), *inputs[:2], tokens, inputs[2])
+        _, found, *_ = sequence_loss(lambda log_probs, *_: log_probs.sub_(1).sum(), *inputs[:2], tokens, inputs[2])
+    assert torch.equal(found, expected)
+
+
 def test_bad_input():
     (x, w, b), tokens = case()
     with pytest.raises(ValueError, match="^tokens"):

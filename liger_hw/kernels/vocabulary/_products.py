@@ -35,9 +35,9 @@ def linear(x, weight, bias, logits_dtype=None, invariant=False):
                 row.register_hook(torch.clone)
         return torch.cat(rows)
     dtype = widest_dtype(x, weight, logits_dtype)
-    if x.dtype == weight.dtype == dtype:
+    if x.dtype == weight.dtype == dtype and logits_dtype is None:
         return torch.nn.functional.linear(x, weight, bias)
-    with uncast(x):
+    with uncast(x):  # autocast would cast fp32 operands, for which a caller asked
         wide = (t if t is None else t.to(dtype) for t in (x, weight, bias))
         return torch.nn.functional.linear(*wide)
 
