@@ -1,10 +1,15 @@
 """Define TRL's ORPO trainer without logits in memory; needs the package trl."""
 
+import weakref
+
+import torch
 from torch.nn import DataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from liger_hw._torch import is_wrapped_by_fsdp1
+from liger_hw.checks import check
 from liger_hw.chunked_loss import LigerFusedLinearORPOLoss
+from liger_hw.patching.swapping import original_class
 from liger_hw.stand_in.fsdp import _FSDPForwardRedirection
 
 try:
@@ -19,7 +24,14 @@ PADDING = -100
 
 
 class LigerORPOTrainer(ORPOTrainer):
-    """TRL's ORPOTrainer with `LigerFusedLinearORPOLoss`: TRL's loss and metrics up to rounding."""
+    """TRL's ORPOTrainer with `LigerFusedLinearORPOLoss`: TRL's loss and metrics up to rounding.
+
+    Raises:
+        ValueError: the model's logits are not its head's product alone, as with a softcap, a scale or LoRA of the head.
+        NotImplementedError: an encoder-decoder model.
+    """
+
+    _checked = staticmethod(lambda: None)
 
     def concatenated_forward(self, model, batch):
         """Compute (loss, metrics of `LigerFusedLinearORPOLoss`) of a batch of pairs."""
@@ -33,6 +45,9 @@ class LigerORPOTrainer(ORPOTrainer):
             inner = core.get_base_model() if hasattr(core, "get_base_model") else core
             options = {"output_router_logits": True} if self.aux_loss_enabled else {}
             body = getattr(inner, inner.base_model_prefix)
+            if self._checked() is not inner:
+                _check_logits(inner, body, ids[:1, :2])
+                self._checked = weakref.ref(inner)
             outputs = body(ids, attention_mask=mask, use_cache=False, **options)
             head = inner.get_output_embeddings()
             # the NLL covers prompt and answer, the odds cover the answer
@@ -62,3 +77,26 @@ class LigerORPOTrainer(ORPOTrainer):
         prefix = "eval_" if train_eval == "eval" else ""
         gather = self.accelerator.gather_for_metrics
         return loss, {f"{prefix}{name}": gather(value.detach()).mean().item() for name, value in metrics.items()}
+
+
+def _check_logits(model, body, ids):
+    """Raise a ValueError unless the model's logits are its head's product with its body's last hidden states."""
+    head, seen = model.get_output_embeddings(), {}
+    hooks = [
+        module.register_forward_hook(lambda module, args, y: seen.update({module: (args, y)}))
+        for module in (body, head)
+    ]
+    devices = [] if ids.device.type == "cpu" else [ids.device]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=ids.device.type):
+            logits = model(ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    (hidden,), product = seen[head]
+    fits = original_class(head) is torch.nn.Linear and torch.equal(hidden, seen[body][1].last_hidden_state)
+    check(
+        fits and torch.equal(logits.to(product.dtype), product), "model", type(model).__name__,
+        "one whose logits are its head's product with its last hidden states, without a softcap, a scale or LoRA: "
+        "train another one by trl's ORPOTrainer, after liger_hw.patch",
+    )  # fmt: skip

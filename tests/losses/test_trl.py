@@ -319,6 +319,29 @@ def test_distillation_trainer(beta, num_items, softcap):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def pairs_of_text():
+    batch = {}
+    for name in ("chosen", "rejected"):
+        ids, lengths = torch.randint(0, 31, (3, 7)), torch.tensor([[7], [5], [6]])
+        at = torch.arange(7)
+        batch[f"{name}_input_ids"], batch[f"{name}_attention_mask"] = ids, (at < lengths).long()
+        batch[f"{name}_labels"] = ids.masked_fill((at < 2) | (at >= lengths), -100)
+    return batch
+
+
+def orpo_trainer(kind):
+    it = trainer(
+        is_encoder_decoder=False, padding_value=0, concatenated_inputs=ORPOTrainer.concatenated_inputs,
+        get_batch_logps=ORPOTrainer.get_batch_logps, _checked=lambda: None,
+    )  # fmt: skip
+    it.concatenated_forward = partial(kind.concatenated_forward, it)
+    it.odds_ratio_loss = partial(ORPOTrainer.odds_ratio_loss, it)
+    return it
+
+
 def test_orpo_trainer():
     """Return both trainers' loss, gradients and metrics of one model and the same pairs."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -326,26 +349,40 @@ def test_orpo_trainer():
     from liger_hw.stand_in.orpo_trainer import LigerORPOTrainer
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, **sizes))
-    batch = {}
-    for name in ("chosen", "rejected"):
-        ids, lengths = torch.randint(0, 31, (3, 7)), torch.tensor([[7], [5], [6]])
-        at = torch.arange(7)
-        batch[f"{name}_input_ids"], batch[f"{name}_attention_mask"] = ids, (at < lengths).long()
-        batch[f"{name}_labels"] = ids.masked_fill((at < 2) | (at >= lengths), -100)
+    model, batch = LlamaForCausalLM(LlamaConfig(vocab_size=31, **SIZES)), pairs_of_text()
     found = []
     for kind in (ORPOTrainer, LigerORPOTrainer):
-        it = trainer(
-            is_encoder_decoder=False, padding_value=0, concatenated_inputs=ORPOTrainer.concatenated_inputs,
-            get_batch_logps=ORPOTrainer.get_batch_logps,
-        )  # fmt: skip
-        it.concatenated_forward = partial(kind.concatenated_forward, it)
-        it.odds_ratio_loss = partial(ORPOTrainer.odds_ratio_loss, it)
-        loss, metrics = kind.get_batch_loss_metrics(it, model, batch)
+        loss, metrics = kind.get_batch_loss_metrics(orpo_trainer(kind), model, batch)
         found.append((loss, metrics, torch.autograd.grad(loss, list(model.parameters()))))
     (expected, their_metrics, their_gradients), (loss, metrics, gradients) = found
     torch.testing.assert_close(loss, expected)
     assert metrics == pytest.approx(their_metrics, rel=1e-4, abs=1e-5)
     for ours, theirs in zip(gradients, their_gradients):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "family, options",
+    [("gemma2", {"head_dim": 8, "final_logit_softcapping": 2.0}), ("cohere", {}), ("granite", {"logits_scaling": 8.0})],
+)
+def test_orpo_trainer_refuses_logits_that_are_more_than_a_product(family, options):
+    import transformers
+
+    from liger_hw.stand_in.orpo_trainer import LigerORPOTrainer
+
+    config = transformers.AutoConfig.for_model(family, vocab_size=31, num_key_value_heads=2, **SIZES, **options)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match="^model: got .*, allowed: one whose logits are its head's product"):
+        LigerORPOTrainer.get_batch_loss_metrics(orpo_trainer(LigerORPOTrainer), model, pairs_of_text())
+
+
+def test_orpo_trainer_refuses_an_adapted_head():
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from liger_hw.stand_in.orpo_trainer import LigerORPOTrainer
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, tie_word_embeddings=False, **SIZES))
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], r=2))
+    with pytest.raises(ValueError, match="^model: got LlamaForCausalLM, allowed"):
+        LigerORPOTrainer.get_batch_loss_metrics(orpo_trainer(LigerORPOTrainer), model, pairs_of_text())
