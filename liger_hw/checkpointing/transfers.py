@@ -104,10 +104,10 @@ class Offloaded:
 
     def __init__(self, x, transfers):
         self.transfers, self.memory, self.like = transfers, memory_of(x), (x.shape, x.stride(), x.dtype)
+        self.loaded, self.changed = None, False
         self.host = transfers.buffer(x.nbytes)
         end = transfers.copy(self._as_tensor(self.host), x)
         transfers.leaving.append((end, x, tensor_version(x), weakref.ref(self)))
-        self.loaded, self.changed = None, False
 
     def _as_tensor(self, memory):
         shape, strides, dtype = self.like
@@ -133,4 +133,7 @@ class Offloaded:
         return self._as_tensor(memory)
 
     def __del__(self):
-        self.transfers.unused[self.host.nbytes].append(self.host)  # later copies wait for earlier ones on the stream
+        if self.loaded is not None:  # nobody took it: other tensors may get its memory
+            self.transfers.wait(self.loaded[1])
+        if hasattr(self, "host"):
+            self.transfers.unused[self.host.nbytes].append(self.host)  # later copies wait for earlier ones

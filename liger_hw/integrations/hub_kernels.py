@@ -139,14 +139,15 @@ def register_hub_kernels():
 
     mapping, modes = get_mapping(), (Mode.TRAINING, Mode.INFERENCE)
     every_mode = [mode | compiled for mode in modes for compiled in (Mode.TORCH_COMPILE, mode)]
+    modeling_utils = importlib.import_module("transformers.modeling_utils")
+    kernelize = modeling_utils.kernelize  # before the first change, as an old release has none
     for name, layer in LAYERS.items():
         devices = mapping.setdefault(name, {})
         for device in DEVICES:
             _replaced.append((devices, device, devices.get(device)))
             devices[device] = dict.fromkeys(every_mode, Repository(layer))
-    modeling_utils = importlib.import_module("transformers.modeling_utils")
-    _replaced.append((vars(modeling_utils), "kernelize", modeling_utils.kernelize))
-    modeling_utils.kernelize = _proving_first(modeling_utils.kernelize)
+    _replaced.append((vars(modeling_utils), "kernelize", kernelize))
+    modeling_utils.kernelize = _proving_first(kernelize)
 
 
 def unregister_hub_kernels():

@@ -22,9 +22,9 @@ class _PatchesModels:
     @staticmethod
     def _patched(make, *args, **kwargs):
         flags = {name: kwargs.pop(name) for name in FLAGS if name in kwargs}
-        model = make(*args, **kwargs)
-        patch(model, **flags)
-        return model
+        made = make(*args, **kwargs)
+        patch(made[0] if isinstance(made, tuple) else made, **flags)  # a tuple with output_loading_info=True
+        return made
 
 
 class AutoLigerKernelForCausalLM(_PatchesModels, AutoModelForCausalLM):
