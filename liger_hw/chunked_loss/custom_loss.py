@@ -119,6 +119,6 @@ def loss_and_others(returned):
     return loss, [torch.as_tensor(other).detach() for other in others]
 
 
-def joined(call_outputs):
+def join_results(call_outputs):
     """Join the others of several calls: sum numbers, concatenate rows."""
     return [sum(parts) if parts[0].ndim == 0 else torch.cat(parts) for parts in zip(*call_outputs)]

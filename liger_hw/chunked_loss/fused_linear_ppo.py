@@ -2,7 +2,7 @@
 
 import torch
 
-from liger_hw.chunked_loss.custom_loss import CustomLoss, joined, keep_gradients
+from liger_hw.chunked_loss.custom_loss import CustomLoss, join_results, keep_gradients
 from liger_hw.chunked_loss.functional import items_per_rank, policy_options, reference_of
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import fused_linear_selective_log_softmax
 from liger_hw.losses.sequences import sequence_loss
@@ -68,7 +68,7 @@ class LigerFusedLinearPPOBase(CustomLoss):
             return sequence_loss(formula, x.reshape(*shape, -1), weight, selected_token_ids, bias, **linear)
 
         loss, *_ = keep_gradients(ctx, loss_of, _input, weight, bias)
-        return loss, tuple(joined(call_metrics))
+        return loss, tuple(join_results(call_metrics))
 
     @staticmethod
     def _compute_dapo_normalizer(attention_mask, num_items_in_batch=None):

@@ -2,7 +2,7 @@
 
 import torch.nn.functional as F
 
-from liger_hw.chunked_loss.custom_loss import CustomLoss, joined, keep_gradients, loss_and_others
+from liger_hw.chunked_loss.custom_loss import CustomLoss, join_results, keep_gradients, loss_and_others
 from liger_hw.chunked_loss.functional import reference_of
 from liger_hw.losses.preference import preference_loss
 
@@ -63,4 +63,4 @@ class LigerFusedLinearPreferenceBase(CustomLoss):
             )  # fmt: skip
 
         loss, *others = keep_gradients(ctx, loss_of, _input, weight, bias)
-        return loss, (*others[:5], *joined(call_outputs))
+        return loss, (*others[:5], *join_results(call_outputs))

@@ -1,6 +1,6 @@
 """Base class for a program's own losses of single answers, with liger_kernel's interface."""
 
-from liger_hw.chunked_loss.custom_loss import CustomLoss, joined, keep_gradients, loss_and_others
+from liger_hw.chunked_loss.custom_loss import CustomLoss, join_results, keep_gradients, loss_and_others
 from liger_hw.chunked_loss.functional import reference_of
 from liger_hw.losses.preference import unpaired_preference_loss
 
@@ -56,4 +56,4 @@ class LigerFusedLinearUnpairedPreferenceBase(CustomLoss):
             )  # fmt: skip
 
         loss, *others = keep_gradients(ctx, loss_of, _input, weight, bias)
-        return loss, (*others[:4], *joined(call_outputs))
+        return loss, (*others[:4], *join_results(call_outputs))

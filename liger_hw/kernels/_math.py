@@ -108,7 +108,7 @@ def activated_with_slope(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def in_row(col, cols: tl.constexpr, COLS: tl.constexpr):
-    """Mask the columns that exist.
+    """Mask the columns that exist, in a loop that ends at `cols`.
 
     There is no mask where COLS divides the width, so that accesses keep their full vectors.
     """

@@ -3,7 +3,7 @@
 import torch
 
 
-def in_order(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def contiguous(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """Return a weight or bias with unit stride; copy one with other strides."""
     return parameter if parameter is None or parameter.is_contiguous() else parameter.contiguous()
 

@@ -15,7 +15,7 @@ from liger_hw.dispatch import widen
 from liger_hw.kernels._logits import empty_gradient, padded_rows
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, prepare_head, wide_dtype
-from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels, counted
+from liger_hw.kernels.vocabulary.cross_entropy.formula import check_labels, counted_first
 from liger_hw.kernels.vocabulary.divergence import kind_of
 from liger_hw.kernels.vocabulary.divergence.logits import divergence_rows, largest_soft_gradient, soft_rows
 from liger_hw.losses.arguments import IGNORED, check_numbers, flatten_rows, prepare_labels
@@ -93,7 +93,7 @@ def distillation_loss(
     teacher_scaling = LogitScaling.of(teacher_softcap, teacher_logit_scale, "teacher_")
     scaling = LogitScaling.of(softcap, logit_scale)
     labels, hard_weight, ignore_index = _labels(x, labels, hard_weight, ignore_index, len(weight))
-    excess, labels, x, teacher_x = counted(counted_rows, labels, ignore_index, x, teacher_x)
+    excess, labels, x, teacher_x = counted_first(counted_rows, labels, ignore_index, x, teacher_x)
     count = (labels != ignore_index).sum().clamp(min=1).to(wide_dtype(x)) * excess
     factors = torch.stack([soft_weight / count, hard_weight / count])
     options = kinds, float(beta), float(temperature), bool(hard_weight), ignore_index

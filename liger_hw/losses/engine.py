@@ -208,7 +208,7 @@ def detached(rows):
     return [row.detach() if torch.is_tensor(row) else row for row in rows]
 
 
-def taken(rows, part):
+def slice_rows(rows, part):
     """Return the rows `part` of each tensor; None stays None."""
     return [row if row is None else row[part] for row in rows]
 
@@ -282,7 +282,7 @@ def logits_loss(
     def step(part, logits, differentiate, gradients):
         leaf = logits.detach().requires_grad_(differentiate)
         with torch.set_grad_enabled(records):
-            value = value_of(leaf, taken(rows, part))
+            value = value_of(leaf, slice_rows(rows, part))
         if records and not traced(value):
             refuse_captured("loss", value, (leaf,))
         depends.append(value.requires_grad)

@@ -19,13 +19,13 @@ from liger_hw.dispatch import widen
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
 from liger_hw.kernels.vocabulary._fp16 import largest_finite
 from liger_hw.kernels.vocabulary.chunked_head import prepare_head, wide_dtype
-from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, counted
+from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, counted_first
 from liger_hw.kernels.vocabulary.divergence import elements, kind_of
 from liger_hw.kernels.vocabulary.divergence.probabilities import Form, kl_by_row, kl_rows
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import row_functions
 from liger_hw.kernels.vocabulary.selective_log_softmax.formula import Scaling, empty_rows
 from liger_hw.losses.arguments import IGNORED, check_numbers, flatten_rows, prepare_labels
-from liger_hw.losses.engine import CHUNK_MEMORY, Head, LogitScaling, sum_over_chunks, taken
+from liger_hw.losses.engine import CHUNK_MEMORY, Head, LogitScaling, slice_rows, sum_over_chunks
 from liger_hw.spelling import check_known
 
 OFFLINE_LOSSES = ("kl", "reverse_kl", "jsd", "tvd")
@@ -103,7 +103,8 @@ def offline_distillation_loss(
     if teacher_lse is not None:
         fits = teacher_lse.is_floating_point() and teacher_lse.shape == x.shape[:1] and teacher_lse.device == x.device
         check(fits, "teacher_lse", teacher_lse, f"floats ({len(x)},) on {x.device}")
-    excess, labels, x, *rows = counted(counted_rows, labels, ignore_index, x, teacher, teacher_tokens, teacher_lse)
+    rows = x, teacher, teacher_tokens, teacher_lse
+    excess, labels, x, *rows = counted_first(counted_rows, labels, ignore_index, *rows)
     teacher, teacher_tokens, teacher_lse = rows
     valid = labels != ignore_index
     factor = 1 / (valid.sum().clamp(min=1).to(wide_dtype(x)) * excess)
@@ -204,7 +205,8 @@ def _divergence_from_top_k(head, teacher, tokens, teacher_lse, valid, factor, re
 
     def step(part, logits, differentiate, gradients):
         z = scaling.chunk(logits)
-        soft, dz, write_gradient = _top_k_chunk(plan, z, *taken(rows, part), divergence, temperature, differentiate)
+        chunk = plan, z, *slice_rows(rows, part), divergence, temperature, differentiate
+        soft, dz, write_gradient = _top_k_chunk(*chunk)
         if differentiate:
             largest = largest_finite(dz) / temperature * scaling.slope * factor if gradients.scales else None
             write_gradient(dz * (factor if largest is None else factor * gradients.factor(largest)))

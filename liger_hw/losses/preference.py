@@ -161,16 +161,16 @@ def preference_loss(
             take 0 alone.
         alpha: weight of the NLL.
         average_log_prob: average an answer's token log-probabilities instead of summing them. Default: for "simpo" and
-            "orpo", as they are defined.
+            "orpo", as they are defined; a list of these and others needs it.
         ref_x, ref_weight, ref_bias: the reference model's hidden states (2P, T, H') and head; no gradient. "simpo" and
             "orpo" take no reference.
         ref_log_probs: (2P,) instead of these. Without either the reference's log-probabilities are 0.
         nll_labels: (2P, T) or (P, T) labels for the NLL if they differ from `labels` (ORPO's include the prompt).
         chunk_memory: bytes that a chunk of logits may take.
         loss_weights: of the losses in a list; 1 by default.
-        f_divergence: "forward_kl", "js_divergence" or "alpha_divergence" (with `f_alpha`) instead of the reverse KL
-            (arXiv:2309.16240): the log-ratio log t becomes f'(t). For "sigmoid", "sigmoid_norm", "hinge", "ipo",
-            "ipo_norm", "exo_pair", "robust" and "discopop".
+        f_divergence: "forward_kl", "js_divergence" or "alpha_divergence" (with `f_alpha`, 1 less the paper's alpha)
+            instead of the reverse KL (arXiv:2309.16240): the log-ratio log t becomes f'(t). For "sigmoid",
+            "sigmoid_norm", "hinge", "ipo", "ipo_norm", "exo_pair", "robust" and "discopop".
         ld_alpha: 0 to 1, the weight of tokens beyond the length of a pair's shorter answer (LD-DPO, arXiv:2409.06411),
             in the reference's log-probabilities, too; not in the NLL. None: 1.
         softcap, logit_scale: of both heads, as in `selective_log_softmax`.
@@ -339,7 +339,10 @@ class _Mixture(NamedTuple):
         return sum(weight * loss for loss, weight in zip(losses, self.weights))
 
     def any(self, attribute, default, *losses):
-        """Tell whether one of some losses (all) has an attribute, which may be a function of its options."""
+        """Tell whether one of `losses` (all) has an attribute.
+
+        It may be a function of the options.
+        """
         values = [(getattr(loss.func, attribute, default), loss.keywords) for loss in losses or self.functions]
         return any(value(options) if callable(value) else value for value, options in values)
 

@@ -20,7 +20,7 @@ import torch
 from liger_hw._torch import is_dtensor, traced
 from liger_hw.checks import check, names_arguments
 from liger_hw.kernels.vocabulary.chunked_head import ChunkedHead, Gradients, prepare_head, wide_dtype
-from liger_hw.kernels.vocabulary.cross_entropy.formula import counted, placed
+from liger_hw.kernels.vocabulary.cross_entropy.formula import counted_first, scatter_rows
 from liger_hw.kernels.vocabulary.fused_linear_selective_log_softmax import (
     fused_linear_selective_log_softmax,
     row_functions,
@@ -34,7 +34,7 @@ from liger_hw.losses.engine import (
     detached,
     gradients_of,
     refuse_captured,
-    taken,
+    slice_rows,
     with_gradients,
 )
 
@@ -79,13 +79,13 @@ def token_loss(
     check_tokens(tokens, x.shape[:1], x, len(weight), ignore_index)
     rows = detached(rows)
     scaling = Scaling.of(ignore_index, softcap, logit_scale, temperature)
-    factor, taken_tokens, taken_x, order, *taken_rows = counted(
+    factor, taken_tokens, taken_x, order, *taken_rows = counted_first(
         counted_rows, tokens, ignore_index, x, torch.arange(len(x), device=x.device), *rows
     )
 
     def sum_values(log_probs, entropy, part):
         by_token = (row if row is None else row.reshape(-1) for row in (log_probs, entropy))
-        outputs = formula(*by_token, *taken(taken_rows, part))
+        outputs = formula(*by_token, *slice_rows(taken_rows, part))
         check(isinstance(outputs, (tuple, list)), "the result of formula", outputs, "a tuple of tensors (M,)")
         for output in outputs:
             check_result("formula", output, (log_probs.numel(),), "a value for each row")
@@ -151,7 +151,7 @@ def sequence_loss(
     check(parts > 0 and len(tokens) % parts == 0, "parts", parts, f"a divisor of the {len(tokens)} sequences")
     scaling, (count, length) = Scaling.of(ignore_index, softcap, logit_scale, temperature), tokens.shape
     groups = by_fill = _Groups(parts, count // parts, length)
-    factor, taken_tokens, x, order = counted(
+    factor, taken_tokens, x, order = counted_first(
         counted_rows, tokens.reshape(-1), ignore_index, x.reshape(count * length, x.shape[-1]),
         torch.arange(tokens.numel(), device=tokens.device),
     )  # fmt: skip
@@ -159,7 +159,8 @@ def sequence_loss(
         by_fill = _Groups(1, 1, len(x))
 
     def whole(row):
-        return row if row is None or row.numel() == tokens.numel() else placed(row.reshape(-1), order, tokens.numel())
+        count = tokens.numel()
+        return row if row is None or row.numel() == count else scatter_rows(row.reshape(-1), order, count)
 
     def sum_groups(log_probs, entropy, part):
         if by_fill is not groups:
@@ -293,11 +294,11 @@ class _Computation:
         return outputs
 
     def _forward(self, part, logits):
-        self.functions.forward_rows(logits, self.tokens[part], self.scaling, *taken(self.statistics, part))
+        self.functions.forward_rows(logits, self.tokens[part], self.scaling, *slice_rows(self.statistics, part))
 
     def _backward(self, part, logits):
         _, entropy, _, partition = self.statistics
-        rows = taken((entropy, partition, *self.grads), part)
+        rows = slice_rows((entropy, partition, *self.grads), part)
         self.functions.backward_rows(logits, self.tokens[part], self.scaling, *rows)
         self.gradients.add(part, logits)
 

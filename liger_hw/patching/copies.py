@@ -40,7 +40,7 @@ class _Watched(torch.autograd.Function):
         return None, None, *grads, *(None,) * ctx.kept
 
 
-def watched(copies, factors, wrappers=()):
+def refusing_writes(copies, factors, wrappers=()):
     """Return `copies`, whose backward fails after a write to one of `factors`, as PEFT's does.
 
     On a CPU also after a write that torch does not count, where PEFT's gradients mix two states. On a GPU the host

@@ -19,7 +19,7 @@ from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match
 from liger_hw.patching.pins import AttributePin, code_guard, digest
 from liger_hw.patching.reading import Pin, read, read_function
-from liger_hw.patching.values import MISSING, foreign
+from liger_hw.patching.values import MISSING, replaced_function
 
 PROBE_ROWS, PROBE_INTERMEDIATE = 7, 48
 
@@ -43,7 +43,8 @@ class ExpertsMatch(Match):
 
     def reason_against(self, original):
         # DeepSpeed replaces torch.arange while it builds a model in shards
-        replaced = self.is_whole and foreign(_interface_pins(), ("torch", "transformers", "builtins", "deepspeed"))
+        known = ("torch", "transformers", "builtins", "deepspeed")
+        replaced = self.is_whole and replaced_function(_interface_pins(), known)
         return f"a program replaced {replaced}, which grouped experts call" if replaced else None
 
     def digest(self, original):

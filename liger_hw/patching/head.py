@@ -1,6 +1,6 @@
 """Let the head of a model, its output layer, return logits without memory.
 
-`armed` lets heads do so during one call of their model in one thread. Every other call, and one that a program may
+`heads_armed` lets them do so during one call of their model in one thread. Every other call, and one that a program may
 watch, runs the head's own forward.
 
 Under sharding the loss needs the whole weight of the head after the head's own forward. `HeadMatch` tells FSDP2 to keep
@@ -35,7 +35,7 @@ NOT_LINEAR_ANY_MORE = (
 
 
 @contextlib.contextmanager
-def armed(model, heads, forward):
+def heads_armed(model, heads, forward):
     """Let the heads leave their logits uncomputed during `forward`; None disarms.
 
     A nested call of the same model, such as a teacher's pass in a hook, arms the heads for itself. With None it does

@@ -2,8 +2,8 @@
 
 The op computes one adapter on a linear layer, plain or in 4 bits. Active adapters without dropout are one whose A has
 the rows of all, and B the columns. An adapter's bias adds to the layer's. DoRA scales the op's result. Programs change
-a layer's state: they merge, disable, add and choose adapters, and quantise weights. So `served` looks at each call,
-and PEFT's own forward runs in every other state.
+a layer's state: they merge, disable, add and choose adapters, and quantise weights. So `adapter_arguments` looks at
+each call, and PEFT's own forward runs in every other state.
 """
 
 import functools
@@ -21,7 +21,7 @@ from liger_hw.dispatch import autocasts
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit, dequantize_arguments
 from liger_hw.kernels.linear.lora_linear import lora_linear
 from liger_hw.patching import probing
-from liger_hw.patching.copies import watched
+from liger_hw.patching.copies import refusing_writes
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.lora_parameters import is_wrapper, match_parameter
 from liger_hw.patching.match import Match, remember
@@ -59,10 +59,10 @@ class LoraMatch(Match):
     def members(self, original, unchanged):
         def adapted(self, x):
             """Return the `Adapted` that computes this layer for `x`, or None."""
-            return served(self, x) if unchanged(self) else None
+            return adapter_arguments(self, x) if unchanged(self) else None
 
         def forward(self, x, *args, **kwargs):
-            adapted = None if args or kwargs or not unchanged(self) else served(self, x)
+            adapted = None if args or kwargs or not unchanged(self) else adapter_arguments(self, x)
             if adapted is None:
                 return original.forward(self, x, *args, **kwargs)
             if adapted.magnitudes is not None:
@@ -190,7 +190,7 @@ def _computes_the_op(module):
             for bias, scaling in ([(None, 2.5)] if count == 1 else [(rows(PROBE_FEATURES), s) for s in (2.5, -0.5)])
         ]
         y = _run_layer(module, x, weight, None, adapters)
-        *joined, _ = _joined(x, weight, None, adapters)
+        *joined, _ = _join_adapters(x, weight, None, adapters)
         # around 4 bits PEFT rounds the adapter's part once more
         update = lora_linear.reference(x, torch.zeros_like(weight), *joined[1:])
         allowed = lora_linear.reference(x, *joined), torch.nn.functional.linear(x, weight) + update
@@ -276,7 +276,7 @@ def _dora(x, weight, bias, lora_a, lora_b, scaling, _, magnitudes):
     return (scaled if bias is None else scaled + bias).to(y.dtype)
 
 
-def served(lora, x):
+def adapter_arguments(lora, x):
     """Return the arguments with which `lora_linear` computes the layer for `x`, or None."""
     if lora.disable_adapters or lora.merged or type(x) not in PLAIN or transforms_active():
         return None
@@ -311,7 +311,7 @@ def served(lora, x):
         one_dtype = casts or bias.dtype == weight.dtype or bias.dtype == torch.float32
         if bias.device != device or bias.shape != (features,) or not one_dtype:
             return None
-    return _joined(x, weight, bias, adapters)
+    return _join_adapters(x, weight, bias, adapters)
 
 
 def _weight_and_bias(linear):
@@ -357,7 +357,7 @@ def _with_magnitudes(lora, name, adapter):
     return adapter._replace(magnitudes=magnitudes) if magnitudes.device == adapter.lora_a.device else None
 
 
-def _joined(x, weight, bias, adapters):
+def _join_adapters(x, weight, bias, adapters):
     """Return the `Adapted` of a layer with several adapters.
 
     None where they differ in dtype, do not fit the layer, or one draws a mask of its own.
@@ -381,7 +381,7 @@ def _joined(x, weight, bias, adapters):
     copies = torch.cat(factors_a), lora_b
     kept = factors_a if x.requires_grad else []  # by PEFT's layers
     kept += factors_b if x.requires_grad or copies[0].requires_grad else []
-    return Adapted(weight, bias, *watched(copies, kept), 1.0, 0.0)
+    return Adapted(weight, bias, *refusing_writes(copies, kept), 1.0, 0.0)
 
 
 def _weight_in_4_bits(base, x, lora_a, rate):

@@ -11,7 +11,7 @@ import torch
 from liger_hw._torch import CALL, transforms_active
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.patching import probing
-from liger_hw.patching.copies import watched
+from liger_hw.patching.copies import refusing_writes
 from liger_hw.patching.experts import match_experts
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.match import Match
@@ -162,10 +162,10 @@ def _mixed(wrapper, x, index, routing_weights):
         by_role[role], module = adapters, module._modules["base_layer"]
     if not is_swapped(module) or not hasattr(module, "liger_mixed") or is_intercepted(module):
         return None
-    return module.liger_mixed(x, index, routing_weights, **_joined(by_role, x.dtype, wrappers))
+    return module.liger_mixed(x, index, routing_weights, **_join_factors(by_role, x.dtype, wrappers))
 
 
-def _joined(by_role, dtype, wrappers):
+def _join_factors(by_role, dtype, wrappers):
     """Return the factors as arguments of `experts`; several adapters are one of all their ranks."""
     scalings = {scaling for factors in by_role.values() for _, _, scaling in factors}
     scale = scalings.pop() if len(scalings) == 1 else None
@@ -175,5 +175,5 @@ def _joined(by_role, dtype, wrappers):
         b = torch.cat([b if scale is not None else b * scaling for _, b, scaling in factors], 2)
         kept = [f for a, b, _ in factors for f, needs in ((a, b.requires_grad), (b, a.requires_grad)) if needs]
         copies = a.to(dtype), b.to(dtype, memory_format=torch.contiguous_format)
-        arguments[role] = watched(copies, kept, wrappers)
+        arguments[role] = refusing_writes(copies, kept, wrappers)
     return arguments

@@ -27,7 +27,7 @@ from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy, formula
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
-from liger_hw.patching.head import armed, match_heads, patched_heads
+from liger_hw.patching.head import heads_armed, match_heads, patched_heads
 from liger_hw.patching.head_call import Forward
 from liger_hw.patching.lazy_logits import LazyLogits
 from liger_hw.patching.lora import PeftConfig
@@ -35,7 +35,7 @@ from liger_hw.patching.match import Match
 from liger_hw.patching.reading import Pin, attributes_in, attributes_read, read, read_function
 from liger_hw.patching.swapping import swapped_base
 from liger_hw.patching.traced_logits import TracedLogits
-from liger_hw.patching.values import foreign, package
+from liger_hw.patching.values import package, replaced_function
 
 UNCOMPUTED = LazyLogits, TracedLogits  # which share an interface: fits, fuse, computed, by_products
 # keyword arguments of a model's forward that the ops understand and Hugging Face's loss ignores
@@ -123,7 +123,7 @@ def causal_lm_loss(
     if token_weights is not None:
         formula.check_token_weights(token_weights, (labels if targets is None else targets).shape)
     if targets is None:
-        targets, token_weights = shifted(labels, ignore_index), shifted(token_weights, 0)
+        targets, token_weights = shift_left(labels, ignore_index), shift_left(token_weights, 0)
     fuses_head = isinstance(logits, UNCOMPUTED) and logits.fits
     if fuses_head:  # a backward that needs the logits reads them again, and a program may write to its own
         targets = targets if shift_labels is None else targets.clone()
@@ -156,7 +156,7 @@ def causal_lm_loss(
         return torch.where((divisor > 0) | (divisor < 0), loss, (~none_counts).to(loss) / divisor)
 
 
-def shifted(by_token, fill):
+def shift_left(by_token, fill):
     """Shift (B, T) to the left, with `fill` at the end; None stays None."""
     return None if by_token is None else torch.nn.functional.pad(by_token, (0, 1), value=fill)[..., 1:]
 
@@ -298,7 +298,7 @@ class CausalLMMatch(ModelMatch):
             if lazily and heads and any(map(is_wrapped_by_fsdp1, layer.modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
-            with armed(self, heads, Forward(functools.partial(takes_objects, self)) if lazily else None):
+            with heads_armed(self, heads, Forward(functools.partial(takes_objects, self)) if lazily else None):
                 outputs = original.forward(self, *args, **kwargs)
             check(served, ", ".join(asked), "a value", UNSERVED)
             if not lazily:
@@ -480,7 +480,7 @@ def match_loss(model, lora, **losses):
         return [], "its forward computes no cross entropy"
     if not isinstance(inspect.getattr_static(type(model), "loss_function", None), property):
         return [], "its class has a loss_function of its own: logits are computed as before"
-    if replaced := foreign(_loss_pins(), ("torch", "transformers")):
+    if replaced := replaced_function(_loss_pins(), ("torch", "transformers")):
         return [], f"a program replaced {replaced}, which the loss calls: logits are computed as before"
     owner = model, CausalLMMatch(options=tuple(sorted(losses.items())), lora=lora)
     if losses["cross_entropy"]:

@@ -21,7 +21,7 @@ from liger_hw.patching.match import Match, compiles_by_itself
 from liger_hw.patching.pins import AttributePin
 from liger_hw.patching.projection import is_projection, project_both, project_by_op, return_new_memory
 from liger_hw.patching.reading import read
-from liger_hw.patching.values import foreign
+from liger_hw.patching.values import replaced_function
 
 WIDENING = 4  # gate and up than the hidden states, in many models
 PROBE_HIDDEN, PROBE_INTERMEDIATE, PROBE_OUT = 38, 46, 34  # numbers that code hardly contains
@@ -43,7 +43,7 @@ class MLPMatch(Match):
     def reason_against(self, original):
         if read(original).sets_autocast:
             return "its code sets autocast, which decides the dtype of its products"
-        replaced = foreign(read(torch.nn.Linear).pins)
+        replaced = replaced_function(read(torch.nn.Linear).pins)
         return replaced and f"a program replaced torch's {replaced} of linear layers"
 
     def members(self, original, unchanged):

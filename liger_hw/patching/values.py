@@ -44,7 +44,7 @@ def is_known(function):
     return package(function) in (*KNOWN_PACKAGES, "builtins") or is_known_library(function)
 
 
-def foreign(pins, packages=("torch",)):
+def replaced_function(pins, packages=("torch",)):
     """Return the name of the first function in `pins` of another package, or None."""
     others = type, types.MethodDescriptorType
     functions = (pin for pin in pins if callable(pin.value) and not isinstance(pin.value, others))

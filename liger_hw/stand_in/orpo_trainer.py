@@ -80,7 +80,7 @@ class LigerORPOTrainer(ORPOTrainer):
 
 
 def _check_logits(model, body, ids):
-    """Raise a ValueError unless the model's logits are its head's product with its body's last hidden states."""
+    """Raise a ValueError unless the logits are the head's product with the last hidden states."""
     head, seen = model.get_output_embeddings(), {}
     hooks = [
         module.register_forward_hook(lambda module, args, y: seen.update({module: (args, y)}))

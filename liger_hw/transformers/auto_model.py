@@ -22,9 +22,9 @@ class _PatchesModels:
     @staticmethod
     def _patched(make, *args, **kwargs):
         flags = {name: kwargs.pop(name) for name in FLAGS if name in kwargs}
-        made = make(*args, **kwargs)
-        patch(made[0] if isinstance(made, tuple) else made, **flags)  # a tuple with output_loading_info=True
-        return made
+        loaded = make(*args, **kwargs)
+        patch(loaded[0] if isinstance(loaded, tuple) else loaded, **flags)  # a tuple with output_loading_info=True
+        return loaded
 
 
 class AutoLigerKernelForCausalLM(_PatchesModels, AutoModelForCausalLM):

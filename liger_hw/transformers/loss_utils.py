@@ -7,7 +7,7 @@ logits (see `loss`).
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput
 from liger_hw.kernels.vocabulary.cross_entropy.formula import check_token_weights
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
-from liger_hw.patching.loss import refuse_unserved, shifted
+from liger_hw.patching.loss import refuse_unserved, shift_left
 
 LOSS_OPTIONS = {"ce_weight", "label_smoothing", "lse_square_scale", "use_token_scaling", "bias", "logit_scale"}
 LOSS_OPTIONS |= {"token_weights", "invariant", "logits_dtype"}
@@ -60,8 +60,8 @@ def LigerForCausalLMLoss(
     token_weights = kwargs.pop("token_weights", None)
     if token_weights is not None:
         check_token_weights(token_weights, (labels if shift_labels is None else shift_labels).shape)
-        token_weights = (shifted(token_weights, 0) if shift_labels is None else token_weights).reshape(-1)
-    shift_labels = shifted(labels, ignore_index) if shift_labels is None else shift_labels
+        token_weights = (shift_left(token_weights, 0) if shift_labels is None else token_weights).reshape(-1)
+    shift_labels = shift_left(labels, ignore_index) if shift_labels is None else shift_labels
     return fixed_fused_linear_cross_entropy(
         hidden_states.reshape(-1, hidden_size), lm_head_weight, shift_labels.reshape(-1).to(hidden_states.device),
         num_items_in_batch, ignore_index, final_logit_softcapping, return_token_accuracy=return_token_accuracy,

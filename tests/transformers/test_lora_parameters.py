@@ -59,8 +59,8 @@ def wrappers(model):
 @pytest.fixture
 def served(monkeypatch):
     """Calls that `experts` computes with factors, one for each."""
-    calls, join = [], lora_parameters._joined
-    monkeypatch.setattr(lora_parameters, "_joined", lambda *args: calls.append(args) or join(*args))
+    calls, join = [], lora_parameters._join_factors
+    monkeypatch.setattr(lora_parameters, "_join_factors", lambda *args: calls.append(args) or join(*args))
     return calls
 
 

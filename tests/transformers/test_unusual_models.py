@@ -13,7 +13,7 @@ from ranks import device
 
 import liger_hw
 from liger_hw.patching import swapping
-from liger_hw.patching.head import armed
+from liger_hw.patching.head import heads_armed
 from liger_hw.patching.head_call import Forward
 from liger_hw.patching.patch import _log_once
 
@@ -69,7 +69,7 @@ def test_a_weight_sharded_over_devices_keeps_its_logits():
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         patched.lm_head.weight = torch.nn.Parameter(distribute_tensor(patched.lm_head.weight.data, mesh, [Shard(0)]))
         hidden = torch.randn(2, 3, 64)
-        with armed(patched, [patched.lm_head], Forward()), pytest.raises(RuntimeError, match="DTensor"):
+        with heads_armed(patched, [patched.lm_head], Forward()), pytest.raises(RuntimeError, match="DTensor"):
             patched.lm_head(hidden)  # torch's own error, and not numbers of a part of the weight
         assert torch.equal(plain.lm_head(hidden), torch.nn.functional.linear(hidden, plain.lm_head.weight))
     finally:

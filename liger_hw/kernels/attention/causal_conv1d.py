@@ -34,7 +34,7 @@ from liger_hw.checks import check
 from liger_hw.dispatch import Cost, differentiable, op, raw, widen
 from liger_hw.kernels._math import in_row, load_parameter, sigmoid
 from liger_hw.kernels._partials import add_partials, partial_sums, programs_for_blocks
-from liger_hw.kernels._rows import in_order, rows_and_cols, rows_or_none
+from liger_hw.kernels._rows import contiguous, rows_and_cols, rows_or_none
 from liger_hw.launch import launch
 from liger_hw.spelling import check_known
 from liger_hw.tuning import Config, power_of_2, tuned
@@ -540,7 +540,7 @@ def _(
     if dy is None:  # nothing but the final states is used: they do not depend on weight, bias and output gate
         dy, taps_grad, bias_grad, output_gate_grad = torch.zeros_like(x), False, False, False
     return _causal_conv1d_backward(
-        x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, dy, in_order(dfinal_states),
+        x, taps, bias, input_gate, output_gate, initial_states, seq_idx, activation, dy, contiguous(dfinal_states),
         x_grad, taps_grad, bias_grad, input_gate_grad, output_gate_grad, initial_states_grad,
     )  # fmt: skip
 
@@ -549,8 +549,8 @@ def _(
 def _(call):
     states = call.initial_states
     y, final_states = _causal_conv1d.apply(
-        call.x, call.weight.t().contiguous(), in_order(call.bias), call.input_gate, call.output_gate,
-        states if states is None else states.transpose(1, 2).contiguous(), in_order(call.seq_idx), call.activation,
+        call.x, call.weight.t().contiguous(), contiguous(call.bias), call.input_gate, call.output_gate,
+        states if states is None else states.transpose(1, 2).contiguous(), contiguous(call.seq_idx), call.activation,
         call.return_final_states,
     )  # fmt: skip
     return (y, final_states.transpose(1, 2)) if call.return_final_states else y

@@ -35,7 +35,7 @@ from liger_hw.dispatch import Cost, op, raw
 from liger_hw.kernels._configs import norm_backward_config, widest_block
 from liger_hw.kernels._math import in_row, rounded
 from liger_hw.kernels._partials import ONE_PROGRAM, add_partials, partial_sums
-from liger_hw.kernels._rows import in_order
+from liger_hw.kernels._rows import contiguous
 from liger_hw.kernels.attention.rope import rope, validate_rotation
 from liger_hw.kernels.attention.rope.heads import empty_output, empty_outputs, heads_and_strides, heads_inside
 from liger_hw.kernels.attention.rope.pairs import LAYOUTS, load_angles, load_pairs, store_pairs
@@ -517,5 +517,5 @@ def _(q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, unsqueeze_d
     sin = sin.resolve_neg()  # the memory of a conjugate's imaginary part lacks the sign
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    q_weight, k_weight = in_order(q_weight), in_order(k_weight)
+    q_weight, k_weight = contiguous(q_weight), contiguous(k_weight)
     return _qk_norm_rope_forward.apply(cos, sin, q, k, q_weight, k_weight, *options, layout)

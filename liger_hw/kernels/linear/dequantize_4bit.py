@@ -26,7 +26,7 @@ from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.dispatch import Cost, op, raw
-from liger_hw.kernels._rows import in_order
+from liger_hw.kernels._rows import contiguous
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, tuned
 
@@ -209,7 +209,7 @@ def dequantize_blocks(
 
 
 def _launch(packed, scales, out):
-    tensors = map(in_order, (packed, *scales[:5]))
+    tensors = map(contiguous, (packed, *scales[:5]))
     config = dequantize_blocks_config(scales.block_size, out.element_size(), device_of(packed))
     grid = (-(-packed.numel() // config["BYTES"]), 1, 1)
     launch(dequantize_blocks, grid, config, *tensors, out, out.numel(), *scales[5:])

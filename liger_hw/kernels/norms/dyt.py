@@ -20,7 +20,7 @@ from liger_hw.checks import check, check_columns
 from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._math import LOG2_E, in_row, in_tile, load_parameter, reciprocal
 from liger_hw.kernels._partials import add_partials, programs_for_blocks
-from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
+from liger_hw.kernels._rows import contiguous, rows_and_cols, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
@@ -162,7 +162,8 @@ def _dyt_forward(x: torch.Tensor, alpha: torch.Tensor, gamma: torch.Tensor, beta
     config = dyt_forward_config(cols, x.element_size(), device_of(x))
     x, x_stride = rows_of(x)
     programs = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
-    launch(dyt_forward, (programs, 1, 1), config, x, alpha, in_order(gamma), in_order(beta), y, rows, x_stride, cols)
+    gamma, beta = map(contiguous, (gamma, beta))
+    launch(dyt_forward, (programs, 1, 1), config, x, alpha, gamma, beta, y, rows, x_stride, cols)
 
 
 @_dyt_forward.backward()
@@ -177,7 +178,7 @@ def _dyt_backward(x, alpha, gamma, beta, dy, *, dx, dalpha, dgamma, dbeta):
     (x, x_stride), (dy, dy_stride) = rows_of(x), rows_of(dy)
     launch(
         dyt_backward, (programs * blocks, 1, 1), config,
-        x, alpha, in_order(gamma), dy, dx, *sums, rows, x_stride, dy_stride, cols,
+        x, alpha, contiguous(gamma), dy, dx, *sums, rows, x_stride, dy_stride, cols,
     )  # fmt: skip
     for partial, (gradient, _) in zip(sums, parameters):
         add_partials(partial, gradient)

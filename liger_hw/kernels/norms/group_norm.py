@@ -24,7 +24,7 @@ from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._math import in_row, in_tile
 from liger_hw.kernels._partials import add_partials
-from liger_hw.kernels._rows import in_order
+from liger_hw.kernels._rows import contiguous
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
@@ -291,7 +291,7 @@ def _group_norm_forward(
     config = group_norm_forward_config(*shape, device)
     launch(
         group_norm_forward, _grid(config, rows, positions), config,
-        x, in_order(weight), in_order(bias), mean, rstd, y, rows, channels, group_channels, positions,
+        x, contiguous(weight), contiguous(bias), mean, rstd, y, rows, channels, group_channels, positions,
     )  # fmt: skip
 
 
@@ -302,7 +302,7 @@ def _grid(config, rows, positions):
 @_group_norm_forward.backward()
 def _group_norm_backward(x, weight, bias, num_groups, mean, rstd, dy, *, dx, dweight, dbias):
     dy_sums, product_sums = (dy.new_zeros(x.shape[:2], dtype=torch.float32) for _ in range(2))
-    x, weight, dy = x.contiguous(), in_order(weight), dy.contiguous()
+    x, weight, dy = x.contiguous(), contiguous(weight), dy.contiguous()
     samples, channels, group_channels, positions = _sizes(x, num_groups)
     rows, shape, device = samples * channels, (positions, x.element_size()), device_of(x)
     if x.numel():

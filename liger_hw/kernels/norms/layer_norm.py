@@ -25,7 +25,7 @@ from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._configs import norm_backward_config, norm_forward_config, norm_wide_sums_config
 from liger_hw.kernels._math import in_row, in_tile, load_parameter
 from liger_hw.kernels._partials import add_partials, partial_sums, programs_for, wide_grid
-from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
+from liger_hw.kernels._rows import contiguous, rows_and_cols, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 
@@ -242,7 +242,7 @@ def _layer_norm_forward(
     config = layer_norm_forward_config(cols, x.element_size(), device_of(x))
     launch(
         layer_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
-        x, in_order(weight), in_order(bias), y, mean, rstd, rows, x_stride, eps, cols,
+        x, contiguous(weight), contiguous(bias), y, mean, rstd, rows, x_stride, eps, cols,
     )  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def _layer_norm_forward(
 def _layer_norm_backward(x, weight, bias, mean, rstd, dy, *, dx, dweight, dbias):
     config = layer_norm_backward_config(x.shape[-1], x.element_size(), device_of(x))
     launch_backward = functools.partial(_narrow_backward, config) if x.shape[-1] <= config["COLS"] else _wide_backward
-    launch_backward(*rows_of(x), in_order(weight), mean, rstd, *rows_of(dy), dx, dweight, dbias)
+    launch_backward(*rows_of(x), contiguous(weight), mean, rstd, *rows_of(dy), dx, dweight, dbias)
 
 
 def _narrow_backward(config, x, x_stride, weight, mean, rstd, dy, dy_stride, dx, dweight, dbias):

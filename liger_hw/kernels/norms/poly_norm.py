@@ -19,7 +19,7 @@ from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._configs import norm_backward_config, norm_forward_config, widest_block
 from liger_hw.kernels._math import in_tile
 from liger_hw.kernels._partials import add_partials
-from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
+from liger_hw.kernels._rows import contiguous, rows_and_cols, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import tuned
 
@@ -201,7 +201,7 @@ def _poly_norm_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     config = poly_norm_forward_config(cols, x.element_size(), device_of(x))
     x, x_stride = rows_of(x)
     grid = -(-rows // config["ROWS"]), 1, 1
-    launch(poly_norm_forward, grid, config, x, in_order(weight), bias, y, rows, x_stride, eps, cols)
+    launch(poly_norm_forward, grid, config, x, contiguous(weight), bias, y, rows, x_stride, eps, cols)
 
 
 @raw(lambda x: (empty_rows(x), x.new_empty(16, dtype=torch.float32)))
@@ -211,7 +211,7 @@ def _poly_norm_backward(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor,
     config = poly_norm_backward_config(cols, x.element_size(), device_of(x))
     programs = config.grid_for(-(-rows // config["ROWS"]))
     partial = dy.new_empty((programs, 16), dtype=torch.float32)
-    (x, x_stride), (dy, dy_stride), weight = rows_of(x), rows_of(dy), in_order(weight)
+    (x, x_stride), (dy, dy_stride), weight = rows_of(x), rows_of(dy), contiguous(weight)
     grid = programs, 1, 1
     launch(poly_norm_backward, grid, config, x, weight, dy, dx, partial, rows, x_stride, dy_stride, eps, cols)
     add_partials(partial, sums)

@@ -27,7 +27,7 @@ from liger_hw.dispatch import Cost, op, raw, uncast, widen
 from liger_hw.kernels._configs import row_block
 from liger_hw.kernels._math import LOG2_E, LOWEST, in_row, in_tile, load_parameter
 from liger_hw.kernels._partials import add_partials, partial_sums, programs_for_blocks
-from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
+from liger_hw.kernels._rows import contiguous, rows_and_cols, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, row_warps, tuned
 
@@ -315,4 +315,4 @@ def _(blocks, w_query, w_norm, stats, dy, *, blocks_grad, w_query_grad, w_norm_g
 def _(blocks, w_query, w_norm, eps=1e-6):
     blocks = _stacked(blocks)
     _validate(blocks, w_query, w_norm)
-    return _attention_residual_forward.apply(blocks, in_order(w_query), in_order(w_norm), eps)
+    return _attention_residual_forward.apply(blocks, contiguous(w_query), contiguous(w_norm), eps)

@@ -23,7 +23,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, empty_rows, op, raw, uncast, widen
 from liger_hw.kernels._math import in_row
-from liger_hw.kernels._rows import in_order, rows_of, rows_or_none
+from liger_hw.kernels._rows import contiguous, rows_of, rows_or_none
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, row_warps, tuned
 
@@ -288,11 +288,11 @@ def _mhc_backward(x, f_out, h_post, h, dy, *, dx, df_out, dh_post, dh):
 @mhc_pre.register("triton")
 def _(x, h_pre):
     check_kernel_dtype("h_pre", h_pre)
-    return _mhc_forward.apply(x, None, None, in_order(h_pre))
+    return _mhc_forward.apply(x, None, None, contiguous(h_pre))
 
 
 @mhc_post_res.register("triton")
 def _(x, f_out, h_post, h_res):
     for name, tensor in (("f_out", f_out), ("h_post", h_post), ("h_res", h_res)):
         check_kernel_dtype(name, tensor)
-    return _mhc_forward.apply(x, f_out, in_order(h_post), in_order(h_res))
+    return _mhc_forward.apply(x, f_out, contiguous(h_post), contiguous(h_res))

@@ -237,14 +237,14 @@ class FusedLinearCrossEntropySumFunction(GradientsInForward):
 def _by_counted_rows(with_kernels, call, head, formula, token_weights):
     """Compute a call on as many rows as may count, those that do first."""
     (x, *parameters), rows = head, len(call.target)
-    factor, target, x, token_weights, order = ce_formula.counted(
+    factor, target, x, token_weights, order = ce_formula.counted_first(
         call.counted_rows, call.target, call.ignore_index, x, token_weights,
         torch.arange(rows, device=call.target.device),
     )  # fmt: skip
     output = _on_rows(with_kernels, call._replace(target=target), (x, *parameters), formula, token_weights)
 
     def by_row(value, fill=0):
-        return ce_formula.placed(value, order, rows, fill) if value is not None and value.ndim else value
+        return ce_formula.scatter_rows(value, order, rows, fill) if value is not None and value.ndim else value
 
     loss, *others = (output,) if torch.is_tensor(output) else output
     loss = by_row(loss) * factor.to(loss.dtype)

@@ -141,13 +141,13 @@ def _fused_linear_selective_log_softmax_backward(
 
 def _by_counted_rows(with_kernels, call, x, weight, bias, tokens, scaling):
     """Compute a call on as many rows as may count; the others get 0."""
-    factor, few, x, order = ce_formula.counted(
+    factor, few, x, order = ce_formula.counted_first(
         call.counted_rows, tokens, call.ignore_index, x, torch.arange(len(tokens), device=tokens.device)
     )
     output = _on_rows(with_kernels, call._replace(tokens=few), x, weight, bias, few, scaling)
     rows = formula.SelectedLogProbs(output) if torch.is_tensor(output) else output
     log_probs, *others = (
-        r if r is None else ce_formula.placed(r, order, len(tokens)).reshape(call.tokens.shape) for r in rows
+        r if r is None else ce_formula.scatter_rows(r, order, len(tokens)).reshape(call.tokens.shape) for r in rows
     )
     log_probs = log_probs * factor.to(log_probs.dtype)
     return log_probs if torch.is_tensor(output) else formula.SelectedLogProbs(log_probs, *others)

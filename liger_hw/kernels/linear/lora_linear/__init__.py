@@ -41,7 +41,7 @@ from liger_hw.kernels.linear.lora_linear.products import (
     add_product,
     add_products,
     gradients,
-    joined,
+    join_projections,
     project_by_each,
 )
 from liger_hw.kernels.mlp._in_place import goes_in_place
@@ -324,7 +324,7 @@ class _LoraLinearGroup(Function):
                 factors.append(lora_a)
                 projected.append(adapter_project(dy, lora_b, ctx.scalings[i]))
                 pairs.append((dy, u) if needed[6 + 4 * i] else None)
-            du, lora_a = joined(rows, projected, factors[0]), torch.cat(factors)
+            du, lora_a = join_projections(rows, projected, factors[0]), torch.cat(factors)
             if needed[0]:
                 for i, dy, weight in reached:
                     matrix = _whole(weight, ctx.states[i])

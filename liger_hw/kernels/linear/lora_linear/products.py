@@ -10,7 +10,7 @@ from liger_hw.backends import device_of
 from liger_hw.dispatch import raw, traced_as_one
 from liger_hw.inlining import is_traced
 from liger_hw.kernels._math import dot
-from liger_hw.kernels._rows import in_order, rows_of
+from liger_hw.kernels._rows import contiguous, rows_of
 from liger_hw.launch import launch
 from liger_hw.tuning import Config, power_of_2, tuned
 
@@ -297,7 +297,7 @@ def adapter_expand(u: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | N
     size = max(power_of_2(rank), 16)
     config = lora_expand_config(size, not outer % 16, device_of(y))
     grid = -(-rows // config["ROWS"]), -(-outer // config["COLS"]), 1
-    bias = None if bias is None else in_order(bias)
+    bias = None if bias is None else contiguous(bias)
     launch(lora_expand, grid, config, u, second, bias, y, rows, *second.stride(), outer, rank, size)
 
 
@@ -376,7 +376,7 @@ def add_product(y, rows, matrix):
     return y.add_(torch.mm(rows.to(matrix.dtype), matrix))
 
 
-def joined(x, projected, factor):
+def join_projections(x, projected, factor):
     """Return u of adapters whose A are joined.
 
     Its terms are side by side, as those of each of `projected`.
@@ -421,7 +421,7 @@ def adapter_gradients(
 ):  # fmt: skip
     """Compute du^T x and each dy^T u, of `parts` terms, by one launch."""
     products = (x, du, da), (dy, u, db), (dy1, u1, db1), (dy2, u2, db2)
-    products = [(in_order(x), u, out) for x, u, out in products if out is not None]
+    products = [(contiguous(x), u, out) for x, u, out in products if out is not None]
     if not products:
         return
     cols, ranks = [x.shape[1] for x, *_ in products], [u.shape[1] // parts for _, u, _ in products]

@@ -25,7 +25,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_columns, check_kernel_dtype
 from liger_hw.dispatch import Cost, op, raw, widen
 from liger_hw.kernels._partials import add_partials, partial_sums, programs_for_blocks
-from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of, rows_or_none
+from liger_hw.kernels._rows import contiguous, rows_and_cols, rows_of, rows_or_none
 from liger_hw.kernels.norms.gated_rms_norm import kernels
 from liger_hw.kernels.norms.gated_rms_norm.kernels import NormForm
 from liger_hw.kernels.norms.rms_norm import CASTING_MODES, rms_norm
@@ -279,7 +279,7 @@ def _(x, gate, shift, weight, form, dy, *, x_grad, gate_grad, shift_grad, weight
 
 
 def normalise(x, form, gate=None, shift=None, weight=None):
-    return _gated_rms_norm_forward.apply(x, gate, shift, in_order(weight), form)
+    return _gated_rms_norm_forward.apply(x, gate, shift, contiguous(weight), form)
 
 
 @gated_rms_norm.register("triton")

@@ -19,7 +19,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_columns
 from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._configs import in_registers
-from liger_hw.kernels._rows import in_order, rows_and_cols, rows_of
+from liger_hw.kernels._rows import contiguous, rows_and_cols, rows_of
 from liger_hw.kernels.norms.rms_norm.kernels import backward_rows, rms_norm_forward, rms_norm_forward_config
 from liger_hw.kernels.norms.rms_norm.wide import wide_backward_rows
 from liger_hw.launch import launch
@@ -127,7 +127,7 @@ def _rms_norm_forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float, 
     x, x_stride = rows_of(x)
     launch(
         rms_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
-        x, None, in_order(weight), y, None, rows, x_stride, 0, eps, offset, cols, casting_mode,
+        x, None, contiguous(weight), y, None, rows, x_stride, 0, eps, offset, cols, casting_mode,
     )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def _rms_norm_backward(x, weight, eps, offset, casting_mode, dy, dx_out: torch.T
     dx = empty_rows(x) if dx is None else dx  # the kernel always writes it
     one_kernel = in_registers(x.shape[-1], x.element_size(), device_of(x))
     launch_backward = backward_rows if one_kernel else wide_backward_rows
-    launch_backward(x, in_order(weight), dy, dx_out, dx, dweight, eps, offset, casting_mode)
+    launch_backward(x, contiguous(weight), dy, dx_out, dx, dweight, eps, offset, casting_mode)
 
 
 rms_norm.register("triton")(_rms_norm_forward.apply)
@@ -153,7 +153,7 @@ def _fused_add_rms_norm_forward(
     (x, x_stride), (residual, residual_stride) = rows_of(x), rows_of(residual)
     launch(
         rms_norm_forward, (-(-rows // config["ROWS"]), 1, 1), config,
-        x, residual, in_order(weight), y, s, rows, x_stride, residual_stride, eps, offset, cols, casting_mode,
+        x, residual, contiguous(weight), y, s, rows, x_stride, residual_stride, eps, offset, cols, casting_mode,
     )  # fmt: skip
 
 

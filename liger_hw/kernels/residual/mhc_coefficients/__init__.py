@@ -30,7 +30,7 @@ from liger_hw.backends import device_of
 from liger_hw.checks import check, check_kernel_dtype
 from liger_hw.dispatch import Cost, empty_rows, op, raw, widen
 from liger_hw.kernels._partials import add_partials, partial_sums
-from liger_hw.kernels._rows import in_order, rows_of
+from liger_hw.kernels._rows import contiguous, rows_of
 from liger_hw.kernels.residual.hyper_connections import check_like, check_streams, wide_product
 from liger_hw.kernels.residual.mhc_coefficients import kernels
 from liger_hw.launch import launch
@@ -225,7 +225,7 @@ def _(
 
 @mhc_coefficients.register("triton")
 def _(x, phi, b, alpha_pre, alpha_post, alpha_res, *options):
-    parameters = phi, in_order(b), alpha_pre, alpha_post, alpha_res
+    parameters = phi, contiguous(b), alpha_pre, alpha_post, alpha_res
     for name, tensor in zip(("phi", "b", "alpha_pre", "alpha_post", "alpha_res"), parameters):
         check_kernel_dtype(name, tensor)
-    return _mhc_coefficients_forward.apply(x, in_order(phi), *parameters[1:], *options)
+    return _mhc_coefficients_forward.apply(x, contiguous(phi), *parameters[1:], *options)

@@ -158,7 +158,7 @@ def check_counted_rows(bound, target, ignore_index):
         check(bound >= count, "counted_rows", bound, f"at least the {count} rows whose target is not {ignore_index}")
 
 
-def counted(bound, target, ignore_index, *rows):
+def counted_first(bound, target, ignore_index, *rows):
     """Take at most `bound` rows, those that count first; return a factor, target and rows.
 
     Args:
@@ -174,8 +174,8 @@ def counted(bound, target, ignore_index, *rows):
     return factor, *(row if row is None else row.index_select(0, order) for row in (target, *rows))
 
 
-def placed(values, order, rows, fill=0):
-    """Return `rows` values by row: those of `counted` at their places, `fill` elsewhere."""
+def scatter_rows(values, order, rows, fill=0):
+    """Return `rows` values by row: those of `counted_first` at their places, `fill` elsewhere."""
     return values.new_full((rows, *values.shape[1:]), fill).index_copy(0, order, values)
 
 

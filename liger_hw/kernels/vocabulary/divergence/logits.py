@@ -40,7 +40,10 @@ def divergence_of_logits_config(cols, itemsize, device):
 
 @triton.jit
 def _readable(at, row_cols: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constexpr, COLS: tl.constexpr):
-    """Mask a row's columns up to a multiple of VECTOR, in a loop over `cols`, of which the row may have fewer."""
+    """Mask a row's columns up to a multiple of VECTOR, in a loop over `cols`.
+
+    The row may have fewer: then `in_row` would make no mask of whole blocks, and the loop go on behind the row.
+    """
     padded: tl.constexpr = (row_cols + VECTOR - 1) // VECTOR * VECTOR
     if row_cols < cols:
         return at < padded
