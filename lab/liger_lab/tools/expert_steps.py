@@ -1,11 +1,11 @@
 """Measure one mixture of experts, with and without LoRA, beside other libraries.
 
-    python -m liger_lab.tools.expert_steps run lab/results/experts-h100.json [--tiny] [NAME ...]
-    python -m liger_lab.tools.expert_steps table lab/results/experts-h100.json
+    python -m liger_lab.tools.expert_steps run lab/results/experts-h200.json [--tiny] [NAME ...]
+    python -m liger_lab.tools.expert_steps table lab/results/experts-h200.json
 
 The experts of Qwen3-30B-A3B are one module of transformers in bf16, with PEFT's LoRA of rank 16 on both of its
 parameters (`target_parameters`) or trained whole. Each library changes it in a process of its own. "unsloth" (torch's
-grouped products, its choice on an H100) and "unsloth, its Triton kernels" replace classes of transformers and PEFT, so
+grouped products, its choice on an H200) and "unsloth, its Triton kernels" replace classes of transformers and PEFT, so
 they are named: they run in an environment of their own, and add to the file of the others. "full" is forward and
 backward, with a gradient of the tokens. Errors are distances of the result from the op's reference in fp32, relative to
 its norm.
