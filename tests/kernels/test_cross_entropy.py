@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_hw import fused_linear_cross_entropy, use_backend
+from liger_hw import fused_linear_cross_entropy, selective_log_softmax, use_backend
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_hw.testing.inputs import randn, targets
 from liger_hw.testing.parity import check, compare, run
@@ -223,6 +223,28 @@ def test_smoothing_of_large_logits(logits, classes, backend, device):
         assert plain[0].isfinite().all()
         with use_backend(backend):
             compare(exact, plain, run(cross_entropy, (x, y), options), backend)
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "selective_log_softmax"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("classes", [1024, 1025, 1027, 2049])
+def test_widths_beside_whole_blocks(classes, in_place, op, backend, device):
+    """Blocks of 1,024 columns divide the width up to its last whole vector; rows begin at 16 bytes."""
+    torch.manual_seed(0)
+    padded = classes + -classes % 4
+    x = torch.randn(4, padded + 4, device=device).requires_grad_()  # with memory behind each row, and a row
+    target, factors = torch.tensor([classes - 1, 0, 5], device=device), torch.rand(3, device=device)
+    expected = F.cross_entropy(x[:3, :classes], target, reduction="none")
+    (expected,) = torch.autograd.grad(expected, x, factors)
+    memory = 1 * x
+    with use_backend(backend):
+        if op == "cross_entropy":
+            losses = cross_entropy(memory[:3, :classes], target, reduction="none", in_place=in_place)
+        else:
+            losses = -selective_log_softmax(memory[:3, :classes], target, in_place=in_place)
+        (found,) = torch.autograd.grad(losses, x, factors)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(memory[:, padded:], x[:, padded:]) and torch.equal(memory[3], x[3])
 
 
 @pytest.mark.parametrize("softcap", [None, 30.0])

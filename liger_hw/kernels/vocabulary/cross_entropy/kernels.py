@@ -3,7 +3,15 @@
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.kernels._configs import two_on_a_core
-from liger_hw.kernels._logits import alignment, body_mask, body_pointer, edge_columns, row_at, row_gradient_config
+from liger_hw.kernels._logits import (
+    alignment,
+    body_mask,
+    body_parts,
+    body_pointer,
+    edge_columns,
+    row_at,
+    row_gradient_config,
+)
 from liger_hw.kernels._math import LOWEST_FINITE
 from liger_hw.kernels._scores import log_of, needed_scale, power_unit_of, row_softmax, scaled, score, unit_of
 from liger_hw.launch import launch
@@ -402,7 +410,7 @@ def backward_rows(logits, targets, formula, partition, dloss, dx=None):
     same = alignment(dx)[0] == misaligned and (dx.stride(0) - logits.stride(0)) * dx.element_size() % 16 == 0
     config = cross_entropy_backward_config(cols, logits.element_size(), device_of(logits))
     launch(
-        cross_entropy_backward, (rows, -(-cols // config["COLS"]), 1), config,
+        cross_entropy_backward, (rows, body_parts(logits, config["COLS"]), 1), config,
         logits, *targets, partition, x_y, dloss, dx, logits.stride(0), dx.stride(0), dloss_stride, misaligned,
         *numbers, aligned, same, cols,
     )  # fmt: skip

@@ -4,7 +4,15 @@ import torch
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
-from liger_hw.kernels._logits import alignment, body_mask, body_pointer, edge_columns, row_at, row_gradient_config
+from liger_hw.kernels._logits import (
+    alignment,
+    body_mask,
+    body_parts,
+    body_pointer,
+    edge_columns,
+    row_at,
+    row_gradient_config,
+)
 from liger_hw.kernels._math import LN_2, LOG2_E, LOWEST_FINITE
 from liger_hw.kernels._scores import needed_scale, power_unit_of, scaled, score, unit_of
 from liger_hw.launch import launch
@@ -288,7 +296,7 @@ def backward_rows(logits, tokens, scaling, entropy, partition, dlog_probs, dentr
     config = selective_log_softmax_backward_config(cols, logits.element_size(), device_of(logits))
     incoming = (grad if grad is None else grad.contiguous() for grad in (dlog_probs, dentropy, dlse))
     launch(
-        selective_log_softmax_backward, (rows, -(-cols // config["COLS"]), 1), config,
+        selective_log_softmax_backward, (rows, body_parts(logits, config["COLS"]), 1), config,
         logits, tokens, entropy, partition, *incoming, dx, logits.stride(0), dx.stride(0), misaligned,
         *_kernel_numbers(scaling), aligned, same, cols,
     )  # fmt: skip
