@@ -13,7 +13,7 @@ import threading
 
 import torch
 
-from liger_hw._torch import tensor_version
+from liger_hw._torch import storage_id, tensor_version
 from liger_hw.dispatch import autocasts
 from liger_hw.kernels.linear.lora_linear import lora_linear_group, share_dx
 from liger_hw.patching.hooks import is_intercepted
@@ -85,22 +85,28 @@ def result_of(layer, x, adapted):
 
 def _finds_again(layer, adapted):
     """Tell whether a layer has one adapter without a bias, whose tensors another call finds."""
-    factors = [factor._parameters["weight"] for factor in layer._modules["lora_A"]._modules.values()]
-    bias = layer._modules["base_layer"]._parameters["bias"]
+    # an adapter that is not active may hold its weight elsewhere
+    factors = [factor._parameters.get("weight") for factor in layer._modules["lora_A"]._modules.values()]
+    bias = layer._modules["base_layer"]._parameters.get("bias")
     return adapted[1] is bias and any(adapted[2] is factor for factor in factors)
 
 
 def _facts(x, adapted):
-    """Return what the result of a layer depends on: (tensors, other values)."""
+    """Return what a layer's result depends on: (tensors, values, what keeps them alive)."""
     weight, bias, lora_a, lora_b, scaling = adapted[:5]
-    tensors, device = [x, lora_a, lora_b], x.device.type
-    tensors += [t for t in ((weight,) if isinstance(weight, torch.Tensor) else weight) if isinstance(t, torch.Tensor)]
+    tensors, device, memory = [x, lora_a, lora_b], x.device.type, None
+    if isinstance(weight, torch.Tensor):
+        tensors.append(weight)
+    else:  # of 4 bits, whose numbers are another view of a parameter's memory in each call
+        packed, *state = weight
+        tensors += [t for t in state if isinstance(t, torch.Tensor)]
+        memory = storage_id(packed)
     if bias is not None:
         tensors.append(bias)
     autocast = autocasts(device) and torch.get_autocast_dtype(device)
-    return tensors, [*map(tensor_version, tensors), scaling, torch.is_grad_enabled(), autocast]
+    return tensors, [*map(tensor_version, tensors), scaling, torch.is_grad_enabled(), autocast, memory], weight
 
 
 def _are_equal(first, second):
-    (tensors, values), (others, other_values) = first, second
+    (tensors, values, _), (others, other_values, _) = first, second
     return values == other_values and all(map(operator.is_, tensors, others))

@@ -6,9 +6,10 @@ import weakref
 import pytest
 import tiny
 import torch
+from quantised import in_4_bits
 
 import liger_hw
-from liger_hw.patching import shared_inputs
+from liger_hw.patching import lora, shared_inputs
 from liger_hw.patching.shared_inputs import Sharing, groups_in
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
@@ -200,6 +201,17 @@ class Calls:
 
     def options(self, x):
         return self.a(x) + self.b(x, 1) + self.c(x, scale=2)
+
+
+def test_weights_in_4_bits_are_multiplied_once(groups, backend, device, monkeypatch):
+    wrapped = peft.get_peft_model(in_4_bits(tiny.model("llama", torch.float32)), peft.LoraConfig(target_modules=NAMES))
+    wrapped.enable_input_require_grads()
+    liger_hw.patch(wrapped.to(device).train())
+    alone, compute = [], lora.lora_linear
+    monkeypatch.setattr(lora, "lora_linear", lambda *args: alone.append(args) or compute(*args))
+    with liger_hw.use_backend(backend):
+        step(wrapped, device)
+    assert groups == [3, 3] and not alone
 
 
 def test_what_code_shares():
