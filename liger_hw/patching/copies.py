@@ -2,6 +2,7 @@
 
 import torch
 
+from liger_hw._torch import in_forward_ad
 from liger_hw.dispatch import autocasts
 
 ADAPTER_CHANGED = (
@@ -26,10 +27,6 @@ class _Watched(torch.autograd.Function):
         return copies
 
     @staticmethod
-    def jvp(ctx, _, __, *tangents):
-        return tangents[: -ctx.kept]
-
-    @staticmethod
     def backward(ctx, *grads):
         tensors = ctx.saved_tensors  # torch's error after a write that it counts
         for tensor, before in zip(tensors, tensors[ctx.kept :]):
@@ -51,6 +48,6 @@ def refusing_writes(copies, factors, wrappers=()):
     """
     device = copies[0].device.type
     casts = autocasts(device) and torch.get_autocast_dtype(device) != copies[0].dtype  # PEFT's, too
-    if casts or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if casts or not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_forward_ad():
         return copies
     return _Watched.apply(wrappers, len(copies), *copies, *factors)

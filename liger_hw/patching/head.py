@@ -18,7 +18,7 @@ import torch
 
 from liger_hw import _torch
 from liger_hw.checks import KERNEL_DTYPES
-from liger_hw.dispatch import autocasts
+from liger_hw.dispatch import autocasts, uncast
 from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.head_call import recording_and_hooks
 from liger_hw.patching.hooks import only_gathers
@@ -168,7 +168,8 @@ class LoraHeadMatch(Match):
                 hidden.append(states * self.scaling[name])
                 weight.append(self.lora_B[name].weight)
             kept = [w for rows, w in zip(hidden, weight) if rows.requires_grad]  # PEFT's layers keep these
-            hidden, weight = torch.cat(hidden, -1), torch.cat(weight, 1)
+            with uncast(x):  # autocast to the other dtype of 16 bits refuses to concatenate
+                hidden, weight = torch.cat(hidden, -1), torch.cat(weight, 1)
             return lazy_logits(hidden, weight, self.base_layer.bias, armed_forward, kept)
 
         return {"forward": forward, "liger_is_head": True}

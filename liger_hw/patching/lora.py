@@ -15,12 +15,12 @@ from types import SimpleNamespace
 
 import torch
 
-from liger_hw._torch import PLAIN, is_plain, transforms_active, without_modes
+from liger_hw._torch import is_plain, transforms_active, without_modes
 from liger_hw.checks import KERNEL_DTYPES
-from liger_hw.dispatch import autocasts
+from liger_hw.dispatch import autocasts, uncast
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit, dequantize_arguments
 from liger_hw.kernels.linear.lora_linear import lora_linear
-from liger_hw.patching import probing
+from liger_hw.patching import probing, witnesses
 from liger_hw.patching.copies import refusing_writes
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.lora_parameters import is_wrapper, match_parameter
@@ -278,7 +278,7 @@ def _dora(x, weight, bias, lora_a, lora_b, scaling, _, magnitudes):
 
 def adapter_arguments(lora, x):
     """Return the arguments with which `lora_linear` computes the layer for `x`, or None."""
-    if lora.disable_adapters or lora.merged or type(x) not in PLAIN or transforms_active():
+    if lora.disable_adapters or lora.merged or not witnesses.cover(x) or transforms_active():
         return None
     dtype, device, parts = x.dtype, x.device, lora._modules  # an attribute of a module costs 0.5 us
     if dtype not in KERNEL_DTYPES or x.ndim < 2 or device.type == "meta":
@@ -377,8 +377,8 @@ def _join_adapters(x, weight, bias, adapters):
     if is_alone:
         return Adapted(weight, bias, lora_a, lora_b, scaling, dropout, magnitudes)
     factors_a, factors_b = ([adapter[i] for adapter in adapters] for i in (2, 3))
-    lora_b = torch.cat([adapter.lora_b * adapter.scaling for adapter in adapters], 1)
-    copies = torch.cat(factors_a), lora_b
+    with uncast(x):  # autocast to the other dtype of 16 bits refuses to concatenate
+        copies = torch.cat(factors_a), torch.cat([adapter.lora_b * adapter.scaling for adapter in adapters], 1)
     kept = factors_a if x.requires_grad else []  # by PEFT's layers
     kept += factors_b if x.requires_grad or copies[0].requires_grad else []
     return Adapted(weight, bias, *refusing_writes(copies, kept), 1.0, 0.0)

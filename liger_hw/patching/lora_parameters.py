@@ -10,6 +10,7 @@ import torch
 
 from liger_hw._torch import CALL, transforms_active
 from liger_hw.checks import KERNEL_DTYPES
+from liger_hw.dispatch import uncast
 from liger_hw.patching import probing
 from liger_hw.patching.copies import refusing_writes
 from liger_hw.patching.experts import match_experts
@@ -171,8 +172,9 @@ def _join_factors(by_role, dtype, wrappers):
     scale = scalings.pop() if len(scalings) == 1 else None
     arguments = {"lora_scale": 1.0 if scale is None else scale}
     for role, factors in by_role.items():
-        a = torch.cat([a for a, _, _ in factors], 1)
-        b = torch.cat([b if scale is not None else b * scaling for _, b, scaling in factors], 2)
+        with uncast(factors[0][0]):  # autocast to the other dtype of 16 bits refuses to concatenate
+            a = torch.cat([a for a, _, _ in factors], 1)
+            b = torch.cat([b if scale is not None else b * scaling for _, b, scaling in factors], 2)
         kept = [f for a, b, _ in factors for f, needs in ((a, b.requires_grad), (b, a.requires_grad)) if needs]
         copies = a.to(dtype), b.to(dtype, memory_format=torch.contiguous_format)
         arguments[role] = refusing_writes(copies, kept, wrappers)

@@ -58,7 +58,8 @@ def cover(x):
     For others the module's own forward runs, as a branch would not be seen. In fp64 many models round rows to fp32,
     which no op does. Outside inference mode torch cannot save a tensor from it, as ops do for the backward.
     """
-    fits = is_torchs(x) and x.dtype in WITNESS_DTYPES and x.ndim <= MOST_DIMENSIONS and not x.is_nested
+    fits = is_torchs(x) and x.dtype in WITNESS_DTYPES and x.ndim <= MOST_DIMENSIONS
+    fits = fits and x.layout is torch.strided and not x.is_nested
     return fits and (is_compiling() or not x.is_inference() or torch.is_inference_mode_enabled())
 
 

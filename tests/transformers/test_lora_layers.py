@@ -206,6 +206,36 @@ def test_adapters_of_two_written_before_the_backward(autocast, part, counted, le
         torch.testing.assert_close(*gradients, rtol=2e-2 if autocast else 1e-5, atol=1e-2 if autocast else 1e-5)
 
 
+@pytest.mark.parametrize("weights, cast", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)], ids=str)
+def test_two_adapters_under_autocast_to_the_other_16_bits(weights, cast):
+    outputs = []
+    for wrapped in pair(second={}):
+        with autocasting(torch.device("cpu"), cast):
+            outputs.append(layer_of(wrapped.to(weights))(torch.ones(2, COLS, dtype=weights)))
+    torch.testing.assert_close(*outputs, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["nested", "sparse"])
+def test_other_rows_run_pefts_forward(kind):
+    rows = torch.ones(2, COLS)
+    x = torch.nested.nested_tensor([rows, rows[:1]]) if kind == "nested" else rows.to_sparse()
+    plain, patched = (layer_of(wrapped) for wrapped in pair())
+    outputs = [layer(x) for layer in (plain, patched)]
+    assert patched.liger_adapted(x) is None
+    assert all(torch.equal(*rows) for rows in (zip(*outputs) if kind == "nested" else [outputs]))
+
+
+def test_forward_derivatives_of_two_adapters():
+    tangents = []
+    for wrapped in pair(second={}):
+        weight = layer_of(wrapped).lora_B["second"].weight
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(weight.detach(), torch.ones_like(weight))
+            y = torch.func.functional_call(layer_of(wrapped), {"lora_B.second.weight": dual}, torch.ones(2, COLS))
+            tangents.append(torch.autograd.forward_ad.unpack_dual(y).tangent)
+    torch.testing.assert_close(*tangents)
+
+
 def test_dropout_of_two_in_evaluation():
     models = pair(second={"lora_dropout": 0.1}, lora_dropout=0.1)
     assert_same(*(wrapped.eval() for wrapped in models))

@@ -178,7 +178,7 @@ def _(weight, state, dy, *, x_grad, bias_grad):
         dx = None
         if x_grad:
             weight = _whole(weight, state)
-            dx = torch.mm(rows.to(weight.dtype), weight).to(dy.dtype).view(*dy.shape[:-1], -1)
+            dx = torch.mm(rows.to(weight.dtype), weight).to(dy.dtype).view(*dy.shape[:-1], weight.shape[1])
         return dx, rows.sum(0) if bias_grad else None
 
 
