@@ -27,6 +27,15 @@ WIDENING = 4  # gate and up than the hidden states, in many models
 PROBE_HIDDEN, PROBE_INTERMEDIATE, PROBE_OUT = 38, 46, 34  # numbers that code hardly contains
 OTHER_NUMBERS = (0.0, 0.2, 0.9, 5.0, -1.7)  # of which those below 1 may be a dropout's
 CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
+WIDENED_STEPS = {
+    "pow",
+    "__pow__",
+    "exp",
+    "expm1",
+    "log",
+    "reciprocal",
+    "softplus",
+}  # which autocast computes in fp32 on a GPU
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -53,10 +62,12 @@ class MLPMatch(Match):
         down_name, dropout_name = names["down"], names.get("dropout_before")
         producer_names = [names[role] for role in ("gate", "up") if names.get(role)]
         casts = "casts_under_autocast" in names or not CASTS.isdisjoint(read(original).attributes)
+        classes = original, *(cls for _, cls in self.bypassed)  # of the module, and of its activation
+        widens = any(not WIDENED_STEPS.isdisjoint(read(cls).attributes) for cls in classes)
 
         def forward(self, *args, **kwargs):
             compiled = is_compiling() and compiles_by_itself(args, wider=WIDENING)
-            if compiled or not unchanged(self, args, kwargs):
+            if compiled or not unchanged(self, args, kwargs) or widens and autocasts(args[0].device.type):
                 return original.forward(self, *args, **kwargs)
             down = getattr(self, down_name)
             if _stays_unfused(down, args[0]) or casts and _casts(self, names, producer_names, args[0]):
@@ -139,18 +150,25 @@ def _drops(module, name):
 def _stays_unfused(projection, x):
     """Tell whether each read of the weight computes it, or it has another float dtype."""
     # a spectral norm changes its state at a read; T5 keeps its last projection in fp32 and casts x, without autocast
+    dtype = _weight_dtype(projection, x.dtype)
+    return dtype is None or dtype != x.dtype and dtype in FLOATS and not autocasts(x.device.type)
+
+
+def _weight_dtype(projection, default):
+    """Return the dtype of a projection's weight; None where a read computes it."""
     base = projection._modules.get("base_layer") or projection  # of an adapter; an attribute of a module costs 1 us
     if "parametrizations" in base._modules:
-        return True
+        return None
     weight = base._parameters.get("weight")
-    dtype = getattr(getattr(projection, "weight", None) if weight is None else weight, "dtype", x.dtype)
-    return dtype != x.dtype and dtype in FLOATS and not autocasts(x.device.type)
+    return getattr(getattr(projection, "weight", None) if weight is None else weight, "dtype", default)
 
 
 def _casts(module, names, producer_names, x):
     """Tell whether a cast in the code of `module` may change a dtype."""
     if autocasts(x.device.type):
-        return "casts_under_autocast" in names
+        dtype = _weight_dtype(getattr(module, names["down"]), x.dtype)  # T5 casts to it
+        cast = torch.get_autocast_dtype(x.device.type)
+        return "casts_under_autocast" in names or dtype in FLOATS and dtype not in (cast, torch.float32)
     return any(_stays_unfused(getattr(module, name), x) for name in producer_names)
 
 

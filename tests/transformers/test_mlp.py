@@ -282,3 +282,32 @@ def test_hooks_on_the_activation_of_patched_experts_fire():
     assert len(seen) == 1
     handle.remove()
     assert torch.equal(tiny.call(model, **tiny.tokens()).loss, expected) and len(seen) == 1
+
+
+@pytest.mark.parametrize("weights, cast", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)], ids=str)
+def test_a_cast_to_the_weights_dtype_under_autocast(weights, cast):
+    """T5 casts the product to its last weight's dtype, and autocast casts that again."""
+    from transformers.models.t5 import modeling_t5
+
+    config = modeling_t5.T5Config(d_model=32, d_ff=48, feed_forward_proj="gated-silu", dropout_rate=0.0)
+    torch.manual_seed(0)
+    plain = nn.Sequential(modeling_t5.T5DenseGatedActDense(config)).to(weights)
+    patched, x = copy.deepcopy(plain), (1000 * torch.randn(5, 32)).to(weights)
+    assert liger_hw.patch(patched).replaced
+    with torch.autocast("cpu", cast):
+        torch.testing.assert_close(patched(x), plain(x), rtol=0, atol=0, equal_nan=True)
+
+
+def test_powers_under_autocast_are_the_modules(monkeypatch):
+    """On a GPU autocast computes them in fp32: the module's own activation runs there, and by itself."""
+    from transformers.models.t5 import modeling_t5
+
+    config = modeling_t5.T5Config(d_model=32, d_ff=48, feed_forward_proj="gated-gelu", dropout_rate=0.0)
+    patched, calls = nn.Sequential(modeling_t5.T5DenseGatedActDense(config)), []
+    assert liger_hw.patch(patched).replaced
+    gate_and_up = mlp_matches._gate_and_up
+    monkeypatch.setattr(mlp_matches, "_gate_and_up", lambda *args: calls.append(args) or gate_and_up(*args))
+    for cast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            patched(torch.randn(5, 32))
+    assert len(calls) == 1
