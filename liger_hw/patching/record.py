@@ -47,10 +47,13 @@ class Record:
         return self._then("tanh")
 
     def add(self, row):
-        """Add a constant to each column."""
+        """Add a constant to each column of logits that are not cast.
+
+        The loss adds it before it rounds to the head's dtype.
+        """
         fits = type(row) in PLAIN and not row.requires_grad and row.numel() == self.vocabulary
         fits = fits and row.shape[-1:] == (self.vocabulary,) and row.ndim <= self.hidden.ndim
-        fits = fits and torch.promote_types(row.dtype, self.dtype) == self.dtype
+        fits = fits and torch.promote_types(row.dtype, self.dtype) == self.dtype == self.head_dtype
         # a copy, as the program may write to its own
         return self._then("add", row.detach().flatten().clone()) if fits else None
 

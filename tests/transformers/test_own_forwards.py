@@ -148,6 +148,19 @@ def test_an_operand_of_a_step_that_the_forward_writes_later(step):
     torch.testing.assert_close([found.loss, found.logits * 1], [expected.loss, expected.logits])
 
 
+def test_a_row_that_is_added_to_wider_logits():
+    """The loss adds a row before it rounds to the head's dtype: of fp32 logits it would be another sum."""
+
+    def forward(self, input_ids, labels):
+        hidden, loss_of = hidden_and_loss(self, input_ids, labels)
+        logits = self.lm_head(hidden).float() + (100.3 + torch.arange(tiny.VOCABULARY) / 500)
+        self.loss_function  # noqa: B018
+        return CausalLMOutput(loss=loss_of(logits), logits=logits)
+
+    expected, found = (model.bfloat16()(**tiny.tokens()) for model in both(forward))
+    assert not tiny.is_lazy(found) and torch.equal(found.loss, expected.loss)
+
+
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.2}, {"skip_logits": True}, {"invariant": True}])
 def test_options_of_a_models_own_forward_are_its_own(options):
     def forward(self, input_ids, labels, label_smoothing=0.0, skip_logits=None, invariant=False):
