@@ -69,14 +69,17 @@ def body_pointer(X, index, stride, head, misaligned, VECTOR: tl.constexpr, ALIGN
 
 
 def body_parts(logits, block) -> int:
-    """Return the number of blocks of a row's body, at least one; `body_mask` masks nothing where they end with it."""
+    """Return the number of blocks of a row's body, at least one.
+
+    `body_mask` masks nothing where they end with the body.
+    """
     cols, vector = logits.shape[1], 16 // logits.element_size()
     return max(-(-(cols // vector * vector) // block), 1)
 
 
 @triton.jit
 def body_mask(row, at, cols: tl.constexpr, VECTOR: tl.constexpr, ALIGNED: tl.constexpr, COLS: tl.constexpr):
-    """Mask the columns `at` that lie in the body, in a loop or a grid of blocks that ends with it."""
+    """Mask the columns `at` in the body, whose blocks end with it."""
     if ALIGNED and cols < VECTOR:  # the body is empty, and any COLS would divide its width, 0
         return at < 0
     elif ALIGNED:

@@ -24,6 +24,13 @@ def test_an_eps_that_fp16_rounds_to_zero(eps, backend, device):
     check(rms_norm, (x, w), {"eps": eps, "casting_mode": "none"}, backend)
 
 
+@pytest.mark.parametrize("eps", [1e-46, 1e-40])
+def test_an_eps_near_zero(eps, backend, device):
+    """GPUs take roots of such numbers for 0."""
+    x, w = (torch.randn(*size, device=device).requires_grad_() for size in ((3, 64), (64,)))
+    check(rms_norm, (x, w), {"eps": eps}, backend)
+
+
 ROUNDED = [torch.float16] if interpreting() else DTYPES[1:]  # the interpreter truncates to bf16
 
 

@@ -195,7 +195,7 @@ def backward_rows(s, weight, dy, ds_out, ds, dweight, eps, offset, casting_mode)
     """
     rows, cols = rows_and_cols(dy)
     config = rms_norm_backward_config(cols, s.element_size(), 2 if ds_out is None else 3, device_of(dy))
-    if eps == 0 or eps < 3e-8 and s.element_size() == 2:  # fp16 rounds it to 0
+    if eps < (3e-8 if s.element_size() == 2 else 1e-30):  # rounded to 0 in fp16, and near it in fp32 on GPUs
         config = _without_empty_rows(config)
     programs = programs_for(config, rows, cols)
     dw = partial_sums(dweight, programs)

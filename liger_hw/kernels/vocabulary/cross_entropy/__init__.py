@@ -63,7 +63,7 @@ def cross_entropy(
             their class weights, as torch does (NaN for a sum of 0), and the z-loss by their number; without such rows
             the loss is 0.
         num_items: number, or tensor of one, that "mean" divides by instead: Hugging Face's `num_items_in_batch`. The
-            loss for 0 is NaN.
+            loss for 0 is NaN, and 0 where no row counts.
         return_z_loss, return_token_accuracy, return_predicted_tokens: also return these.
         in_place: the forward computes the gradient, where one is wanted, over `logits`. The caller must own them: they
             are lost, and the gradient takes no memory (logits with a column stride are copied first). In fp16 the

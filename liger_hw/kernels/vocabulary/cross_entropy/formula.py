@@ -143,6 +143,14 @@ def check_labels(name, labels, classes, ignore_index):
     check(outside.numel() == 0, name, outside[:1].tolist(), allowed)
 
 
+def check_ignore_index(ignored, dtype):
+    """Refuse an ignored label that labels of `dtype` cannot have."""
+    integers = torch.iinfo(dtype)
+    fits = isinstance(ignored, numbers.Integral) and not isinstance(ignored, bool)
+    fits = torch.is_tensor(ignored) or fits and integers.min <= ignored <= integers.max
+    check(fits, "ignore_index", repr(ignored), f"an integer that {dtype} holds, as the labels")
+
+
 def check_op_labels(name, labels, classes, ignore_index):
     """Apply `check_labels`, but not to a backend forced in the interpreter, whose kernels write NaN."""
     if not (interpreting() and forced()):
@@ -211,11 +219,8 @@ def check_call(call, rows_name, weight_name, vocabulary):
     count, device = rows.shape[0], rows.device
     if not (target.dtype in TARGET_DTYPES and target.shape == (count,) and target.device == device):
         refuse("target", target, f"int64 or int32 of shape ({count},) on {device}, one for each row of {rows_name}")
-    ignored, integers = call.ignore_index, torch.iinfo(target.dtype)
-    fits = isinstance(ignored, numbers.Integral) and not isinstance(ignored, bool)
-    fits = torch.is_tensor(ignored) or fits and integers.min <= ignored <= integers.max
-    check(fits, "ignore_index", repr(ignored), f"an integer that {target.dtype} holds, as target")
-    check_op_labels("target", target, vocabulary, ignored)
+    check_ignore_index(call.ignore_index, target.dtype)
+    check_op_labels("target", target, vocabulary, call.ignore_index)
     if class_weight is not None:
         fits = class_weight.shape == (vocabulary,) and class_weight.is_floating_point()
         fits = fits and class_weight.device == device

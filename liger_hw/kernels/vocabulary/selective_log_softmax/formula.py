@@ -1,5 +1,6 @@
 """Define the selective log-softmax of a row, its options and its outputs for both ops."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from liger_hw.checks import check
 from liger_hw.dispatch import widen
 from liger_hw.kernels.vocabulary._autograd import rows_by_autograd
-from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_op_labels
+from liger_hw.kernels.vocabulary.cross_entropy.formula import TARGET_DTYPES, check_ignore_index, check_op_labels
 
 
 class SelectedLogProbs(NamedTuple):
@@ -67,7 +68,7 @@ class Scaling(NamedTuple):
     @classmethod
     def of(cls, ignore_index, softcap, logit_scale, temperature):
         """Take a caller's numbers; raise ValueError for a number out of range."""
-        check(temperature > 0, "temperature", temperature, "a positive number")
+        check(0 < temperature < math.inf, "temperature", temperature, "a positive number")
         check(softcap is None or softcap > 0, "softcap", softcap, "None or a positive number")
         softcap = None if softcap is None else float(softcap)
         return cls(int(ignore_index), softcap, float(logit_scale), float(temperature))
@@ -76,6 +77,7 @@ class Scaling(NamedTuple):
 def check_tokens(tokens, shape, like, vocabulary, ignore_index):
     fits = tokens.dtype in TARGET_DTYPES and tokens.shape == shape and tokens.device == like.device
     check(fits, "tokens", tokens, f"int64 or int32 of shape {tuple(shape)} on {like.device}")
+    check_ignore_index(ignore_index, tokens.dtype)
     check_op_labels("tokens", tokens, vocabulary, ignore_index)
 
 
