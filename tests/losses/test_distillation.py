@@ -140,7 +140,7 @@ def test_a_bad_row_that_is_ignored_spoils_no_gradient_under_a_softcap(engine, de
     assert all(grad.isfinite().all() for grad in (output.loss, torch.autograd.grad(output.loss, x)[0]))
 
 
-@pytest.mark.parametrize("classes, teacher_classes", [(37, 40), (40, 37), (130, 128)])
+@pytest.mark.parametrize("classes, teacher_classes", [(37, 40), (40, 37), (130, 128), (4096, 4104), (8192, 4096)])
 @pytest.mark.parametrize("soft_loss", SOFT_LOSSES)
 def test_vocabularies_of_different_size(soft_loss, classes, teacher_classes, engine, device):
     student, teacher, labels = case(4, classes, teacher_classes, device)

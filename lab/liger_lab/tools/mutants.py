@@ -130,7 +130,7 @@ MUTANTS = {
     ],
     "l2_norm": [("mean of the squares", "width if self.mean else 1", "width")],
     "group_norm": [
-        ("means of blocks not merged", "difference * difference * (start * share)", "0.0"),
+        ("means of blocks not merged", "difference * (difference * (start * share))", "0.0"),
         ("means of channels not merged", "within + difference * difference", "within"),
         (
             "group's sum without the weight",
@@ -202,7 +202,7 @@ MUTANTS = {
         ("the last byte dropped", "2 * byte < left,", "2 * byte < left - 1,"),
         ("a last tile written whole", "if left >= 2 * BYTES", "if left >= BYTES"),
         ("sums and products fused", "fp_fusion=False", "fp_fusion=True"),
-        ("strided bytes read as if without gaps", "map(in_order, (packed, *scales[:5]))", "(packed, *scales[:5])"),
+        ("strided bytes read as if without gaps", "map(contiguous, (packed, *scales[:5]))", "(packed, *scales[:5])"),
         ("the layout for a CPU taken", 'getattr(state, "packing_format_for_cpu", False)', "False"),
     ],
     "embedding": [
@@ -289,6 +289,7 @@ MUTANTS = {
         ),
     ],
     "cross_entropy": [
+        ("a block behind the last", "max(-(-(cols // vector * vector) // block), 1)", "-(-cols // block)"),
         (
             "gradient without the z-loss",
             "(coef_target + coef_all + 2.0 * unit * coef_square * lse) * coef_loss",
@@ -325,6 +326,20 @@ MUTANTS = {
             "s_max, hard_sum_exp, VECTOR, power_unit",
         ),
         ("the shorter vocabulary is not padded", "t, tl.where(at < cols, 0.0,", "t, tl.where(at < 0, 0.0,"),
+        ("blocks behind a shorter row", "    if row_cols < cols:", "    if row_cols < 0:"),
+    ],
+    "experts": [
+        ("a first factor without the scale", "return a if scale == 1 else a * scale, b", "return a, b"),
+        (
+            "gradient of A without routing weights",
+            "multiply_groups(_weighted(du, row_weights), y",
+            "multiply_groups(du, y",
+        ),
+        (
+            "gradient of x without an adapter",
+            "hidden, gate_up_proj, offs, None, du, gate_up_a",
+            "hidden, gate_up_proj, offs, None, None, None",
+        ),
     ],
     "cross_entropy_tvd": [
         ("slope without the distribution's share", "(_slope(q, p) - q * tl.load(STATE + 4))", "_slope(q, p)"),

@@ -143,9 +143,8 @@ def group_norm_moments(
         difference = block_mean - mean
         share = count / (start + count)
         mean += difference * share
-        squares += tl.sum(deviation * deviation, 1) + difference * (
-            difference * (start * share)
-        )  # 0 at first, also of infinite squares
+        # 0 in the first block, also where the mean's square is infinite
+        squares += tl.sum(deviation * deviation, 1) + difference * (difference * (start * share))
     tl.store(MEAN + row, mean, row < rows)
     tl.store(SQUARES + row, squares, row < rows)
 
