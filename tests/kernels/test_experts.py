@@ -74,8 +74,7 @@ def test_keeps_small_products_of_adapters(backend, device):
     learning = [*inputs, *options["gate_up_lora"], *options["down_lora"]]
     with use_backend(backend):
         kept = saved_bytes(lambda: experts(*inputs, **options), *learning)
-    scaled = sum(options[name][0].nbytes for name in ("gate_up_lora", "down_lora"))
-    assert kept < tokens * k * 4 * (2 * intermediate + 2 * 2 + 8) + scaled
+    assert kept < tokens * k * 4 * (2 * intermediate + 2 * 2 + 8)
 
 
 @pytest.mark.parametrize("alone", range(8))

@@ -329,7 +329,7 @@ MUTANTS = {
         ("blocks behind a shorter row", "    if row_cols < cols:", "    if row_cols < 0:"),
     ],
     "experts": [
-        ("a first factor without the scale", "return a if scale == 1 else a * scale, b", "return a, b"),
+        ("a first factor without the scale", "return u if scale == 1 else u.mul_(scale)", "return u"),
         (
             "gradient of A without routing weights",
             "multiply_groups(_weighted(du, row_weights), y",

@@ -99,7 +99,7 @@ def experts(
             dtype of `x`; None: none. A projection W x then is W x + lora_scale B (A x) (arXiv:2106.09685), rounded
             after each product and the sum; no merged weight exists. peft's `target_parameters` holds the same factors
             as A (E r, inputs) and B (outputs, r E): A.view(E, r, -1) and B.view(outputs, r, E).permute(2, 0, 1).
-            Kernels round `lora_scale` A and its product with x, then W x + B (A x) once, and keep A x beside gate and
+            Kernels round A x and its product with `lora_scale`, then W x + B (A x) once, and keep A x beside gate and
             up. For r above 64 they do as the reference, and keep what each product's backward needs.
         lora_scale: alpha / r.
 
@@ -193,20 +193,15 @@ def _(a):
     # torch.compile does not follow tensors from `_experts` to `_project`
     if torch.compiler.is_compiling() or any(rank > LARGEST_RANK for rank in ranks):
         return _by_operations(grouped_mm, lambda gate, up, activation: gated(gate, up, activation, False), *a)
-    factors = *_scaled(a.gate_up_lora, a.lora_scale), *_scaled(a.down_lora, a.lora_scale)
-    placeholder, *kept = _experts.apply(*a[:7], *factors, not saved_tensors_are_kept())
+    factors = *(a.gate_up_lora or (None, None)), *(a.down_lora or (None, None))
+    placeholder, *kept = _experts.apply(*a[:7], *factors, float(a.lora_scale), not saved_tensors_are_kept())
     return _project.apply(placeholder, (a.down_proj, factors[3], *kept), a.activation, a.up_first)
 
 
-def _scaled(lora, scale):
-    """Return an adapter's factors, the first one times its scale.
-
-    Then no product and no gradient needs it.
-    """
-    if lora is None:
-        return None, None
-    a, b = lora
-    return a if scale == 1 else a * scale, b
+def _multiply_by_factor(rows, factor, offs, index, scale):
+    """Return scale * rows factor, (S, r), after which nothing needs the scale."""
+    u = multiply_rows(rows, factor, offs, index)
+    return u if scale == 1 else u.mul_(scale)
 
 
 def _multiply(rows, weights, offs, index, u, b):
@@ -219,7 +214,7 @@ def _multiply(rows, weights, offs, index, u, b):
 def _experts(
     x: torch.Tensor, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor, activation: str, up_first: bool, gate_up_a: torch.Tensor | None,
-    gate_up_b: torch.Tensor | None, down_a: torch.Tensor | None, down_b: torch.Tensor | None,
+    gate_up_b: torch.Tensor | None, down_a: torch.Tensor | None, down_b: torch.Tensor | None, lora_scale: float,
 ):  # fmt: skip
     """Compute the first projection of every expert; its backward is the whole backward.
 
@@ -229,26 +224,26 @@ def _experts(
     tokens, place, row_weights, offs = sort_pairs(top_k_index, top_k_weights, gate_up_proj.shape[0])
     gate_up_u = down_u = y = None
     if gate_up_a is not None:
-        gate_up_u = multiply_rows(x, gate_up_a.transpose(1, 2), offs, tokens)
+        gate_up_u = _multiply_by_factor(x, gate_up_a.transpose(1, 2), offs, tokens, lora_scale)
         gate_up_b = gate_up_b.transpose(1, 2)
     hidden = _multiply(x, gate_up_proj.transpose(1, 2), offs, tokens, gate_up_u, gate_up_b)
     if down_a is not None:
         y = glu(*_gate_and_up(hidden, down_proj.shape[2], up_first), activation)
-        down_u = multiply_rows(y, down_a.transpose(1, 2), offs, None)
+        down_u = _multiply_by_factor(y, down_a.transpose(1, 2), offs, None, lora_scale)
     return x.new_empty_strided(x.shape, (0, 0)), hidden, row_weights, tokens, place, offs, y, gate_up_u, down_u
 
 
 @_experts.backward(without_gradient="hidden row_weights place offs y down_u")
 def _(
     x, gate_up_proj, down_proj, gate_up_a, gate_up_b, down_a, down_b, hidden, gate_up_u, down_u, row_weights, tokens,
-    place, offs, activation, up_first, in_place: bool, dout, *, x_grad, gate_up_proj_grad, down_proj_grad,
+    place, offs, activation, up_first, lora_scale, in_place: bool, dout, *, x_grad, gate_up_proj_grad, down_proj_grad,
     top_k_weights_grad, gate_up_a_grad, gate_up_b_grad, down_a_grad, down_b_grad,
 ):  # fmt: skip
     """Multiply by both projections' weights, and sum the outer products of those that learn.
 
-    With an adapter W + B A the gradient of x is dy W + (dy B) A, that of A (dy B)^T x, and that of B dy^T (A x).
+    With an adapter W + s B A the gradient of x is dy W + (s dy B) A, that of A (s dy B)^T x, that of B dy^T (s A x).
     """
-    du = None if down_a is None else multiply_rows(dout, down_b, offs, tokens)
+    du = None if down_a is None else _multiply_by_factor(dout, down_b, offs, tokens, lora_scale)
     # dout D_e, until the next kernel writes the product over it
     y = _multiply(dout, down_proj, offs, tokens, du, down_a)
     if not in_place or backward_keeps_graph():  # hooks of the program keep it, or a second backward reads it
@@ -267,7 +262,9 @@ def _(
         dgate_up = multiply_groups(hidden, x, offs, tokens)
     if gate_up_b_grad:
         dgate_up_b = multiply_groups(hidden, gate_up_u, offs, None)
-    du = multiply_rows(hidden, gate_up_b, offs, None) if gate_up_a_grad or x_grad and gate_up_a is not None else None
+    du = None
+    if gate_up_a_grad or x_grad and gate_up_a is not None:
+        du = _multiply_by_factor(hidden, gate_up_b, offs, None, lora_scale)
     if gate_up_a_grad:
         dgate_up_a = multiply_groups(du, x, offs, tokens)
     if x_grad:
