@@ -1,7 +1,5 @@
 """Define TRL's ORPO trainer without logits in memory; needs the package trl."""
 
-import weakref
-
 import torch
 from torch.nn import DataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -9,7 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 from liger_hw._torch import is_wrapped_by_fsdp1
 from liger_hw.checks import check
 from liger_hw.chunked_loss import LigerFusedLinearORPOLoss
-from liger_hw.patching.swapping import original_class
 from liger_hw.stand_in.fsdp import _FSDPForwardRedirection
 
 try:
@@ -31,7 +28,7 @@ class LigerORPOTrainer(ORPOTrainer):
         NotImplementedError: an encoder-decoder model.
     """
 
-    _checked = staticmethod(lambda: None)
+    _checked = None
 
     def concatenated_forward(self, model, batch):
         """Compute (loss, metrics of `LigerFusedLinearORPOLoss`) of a batch of pairs."""
@@ -45,9 +42,9 @@ class LigerORPOTrainer(ORPOTrainer):
             inner = core.get_base_model() if hasattr(core, "get_base_model") else core
             options = {"output_router_logits": True} if self.aux_loss_enabled else {}
             body = getattr(inner, inner.base_model_prefix)
-            if self._checked() is not inner:
+            if self._checked != id(inner):
                 _check_logits(inner, body, ids[:1, :2])
-                self._checked = weakref.ref(inner)
+                self._checked = id(inner)
             outputs = body(ids, attention_mask=mask, use_cache=False, **options)
             head = inner.get_output_embeddings()
             # the NLL covers prompt and answer, the odds cover the answer
@@ -81,22 +78,21 @@ class LigerORPOTrainer(ORPOTrainer):
 
 def _check_logits(model, body, ids):
     """Raise a ValueError unless the logits are the head's product with the last hidden states."""
-    head, seen = model.get_output_embeddings(), {}
-    hooks = [
-        module.register_forward_hook(lambda module, args, y: seen.update({module: (args, y)}))
-        for module in (body, head)
-    ]
+    head = model.get_output_embeddings()
     devices = [] if ids.device.type == "cpu" else [ids.device]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=ids.device.type):
-            logits = model(ids, use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-    (hidden,), product = seen[head]
-    fits = original_class(head) is torch.nn.Linear and torch.equal(hidden, seen[body][1].last_hidden_state)
+
+    def run(module):
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=ids.device.type):  # equal dropout in each
+            return module(ids, use_cache=False)
+
+    hidden, logits = run(body).last_hidden_state, run(model).logits
+    with torch.enable_grad():
+        product = torch.nn.functional.linear(hidden, head.weight, head.bias)
+        learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        reached = learning and product.requires_grad
+        used = torch.autograd.grad(product.sum(), learning, allow_unused=True) if reached else [None] * len(learning)
+    fits = torch.equal(logits.to(product.dtype), product) and all(gradient is not None for gradient in used)
     check(
-        fits and torch.equal(logits.to(product.dtype), product), "model", type(model).__name__,
-        "one whose logits are its head's product with its last hidden states, without a softcap, a scale or LoRA: "
-        "train another one by trl's ORPOTrainer, after liger_hw.patch",
+        fits, "model", type(model).__name__, "one whose logits are its head's product with its last hidden states, "
+        "without a softcap, a scale or LoRA: train another one by trl's ORPOTrainer, after liger_hw.patch",
     )  # fmt: skip

@@ -335,21 +335,29 @@ def pairs_of_text():
 def orpo_trainer(kind):
     it = trainer(
         is_encoder_decoder=False, padding_value=0, concatenated_inputs=ORPOTrainer.concatenated_inputs,
-        get_batch_logps=ORPOTrainer.get_batch_logps, _checked=lambda: None,
+        get_batch_logps=ORPOTrainer.get_batch_logps, _checked=None,
     )  # fmt: skip
     it.concatenated_forward = partial(kind.concatenated_forward, it)
     it.odds_ratio_loss = partial(ORPOTrainer.odds_ratio_loss, it)
     return it
 
 
-def test_orpo_trainer():
+@pytest.mark.parametrize(
+    "family, options",
+    [
+        ("llama", SIZES),
+        ("opt", {"hidden_size": 16, "ffn_dim": 24, "num_attention_heads": 2, "word_embed_proj_dim": 16}),
+    ],
+)
+def test_orpo_trainer(family, options):
     """Return both trainers' loss, gradients and metrics of one model and the same pairs."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     from liger_hw.stand_in.orpo_trainer import LigerORPOTrainer
 
     torch.manual_seed(0)
-    model, batch = LlamaForCausalLM(LlamaConfig(vocab_size=31, **SIZES)), pairs_of_text()
+    config = transformers.AutoConfig.for_model(family, vocab_size=31, **options)
+    model, batch = transformers.AutoModelForCausalLM.from_config(config).eval(), pairs_of_text()
     found = []
     for kind in (ORPOTrainer, LigerORPOTrainer):
         loss, metrics = kind.get_batch_loss_metrics(orpo_trainer(kind), model, batch)
@@ -386,3 +394,17 @@ def test_orpo_trainer_refuses_an_adapted_head():
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], r=2))
     with pytest.raises(ValueError, match="^model: got LlamaForCausalLM, allowed"):
         LigerORPOTrainer.get_batch_loss_metrics(orpo_trainer(LigerORPOTrainer), model, pairs_of_text())
+
+
+def test_orpo_trainer_takes_a_trained_head():
+    """PEFT's modules_to_save, which hold the head's weight."""
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from liger_hw.stand_in.orpo_trainer import LigerORPOTrainer
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, tie_word_embeddings=False, **SIZES))
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2))
+    loss, _ = LigerORPOTrainer.get_batch_loss_metrics(orpo_trainer(LigerORPOTrainer), model, pairs_of_text())
+    loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if p.requires_grad and "lm_head" in name)
