@@ -206,7 +206,9 @@ def preference_loss(
     check_numbers("0 to 1, or None", least=0, most=1, ld_alpha=1 if ld_alpha is None else ld_alpha)
     reference_free = mixture.any("reference_free", False)
     if average_log_prob is None:
-        same = len({mixture.any("reference_free", False, loss) for loss in mixture.functions}) == 1
+        weighted = [loss for loss, share in zip(mixture.functions, mixture.weights) if share]
+        other = [loss for loss in weighted if not mixture.any("averages", False, loss)]
+        same = len({mixture.any("reference_free", False, loss) for loss in other}) < 2
         allowed = f"True or False beside {loss_type}, of which some take means and some take sums by themselves"
         check(same, "average_log_prob", None, allowed)
         average_log_prob = reference_free

@@ -19,16 +19,18 @@ from liger_hw.checks import check
 PAIR_LOSSES, UNPAIRED_LOSSES = {}, {}  # loss_type -> function
 
 
-def _register(losses, function=None, *, whole_batch=False, reference_free=False, by_margin=False):
+def _register(losses, function=None, *, whole_batch=False, reference_free=False, by_margin=False, averages=False):
     """Register a loss type under its name, and set its attributes.
 
     Args:
         whole_batch: whether a pair's (or an answer's) loss depends on others of the batch; the loss then keeps the
             whole batch's log-probabilities until the backward. Or a function (options given) -> bool.
         reference_free: it is defined of averaged log-probabilities, without a reference model.
+        averages: it divides an answer's log-probability by its tokens, if that is a sum.
         by_margin: it reads the log-ratios by `Pairs.margin` alone, so another divergence may replace the KL.
     """
-    attributes = {"whole_batch": whole_batch, "reference_free": reference_free, "by_margin": by_margin}
+    attributes = {"whole_batch": whole_batch, "reference_free": reference_free}
+    attributes |= {"by_margin": by_margin, "averages": averages}
     if function is None:
         return functools.partial(_register, losses, **attributes)
     parameters = inspect.signature(function).parameters
@@ -104,7 +106,7 @@ def sigmoid(pairs, beta, smoothing):
     return _smoothed(beta * pairs.margin, smoothing)
 
 
-@pair_loss(by_margin=True)
+@pair_loss(by_margin=True, averages=True)
 def sigmoid_norm(pairs, beta, smoothing):
     """Compute DPO of log-ratios divided by the answers' lengths (TRL)."""
     return _smoothed(beta * pairs.margin_by_token, smoothing)
@@ -136,13 +138,13 @@ def ipo(pairs, beta, _):
     return (pairs.margin - 1 / (2 * beta)) ** 2
 
 
-@pair_loss(by_margin=True)
+@pair_loss(by_margin=True, averages=True)
 def ipo_norm(pairs, beta, _):
     """Compute IPO of log-ratios divided by the answers' lengths, as TRL's "ipo" is."""
     return (pairs.margin_by_token - 1 / (2 * beta)) ** 2
 
 
-@pair_loss(by_margin=True)
+@pair_loss(by_margin=True, averages=True)
 def sft(pairs, beta, _):
     """Compute the mean negative log-probability of the chosen answers' tokens (TRL)."""
     return pairs.nll
