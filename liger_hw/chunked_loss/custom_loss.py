@@ -10,6 +10,8 @@ from liger_hw._torch import without_saved_tensors_hooks
 from liger_hw.dispatch import widen
 from liger_hw.losses.engine import gradients_of
 
+SLICE = 2**22  # values of a gradient that are in fp32 at once
+
 
 def with_gradients(function, tensors, *arguments, grad_output=None):
     """Call `function(*tensors, *arguments)` and differentiate its first output, before a loss scale is known.
@@ -91,9 +93,7 @@ class CustomLoss(torch.autograd.Function):
             grad_input, grad_weight, grad_bias = _gradients(*ctx.graph, grad_output)
         else:
             kept = ctx.saved_tensors
-            grad_input, grad_weight, grad_bias = (
-                g if g is None else (widen(g) * grad_output).to(g.dtype) for g in kept
-            )
+            grad_input, grad_weight, grad_bias = (g if g is None else _scaled(g, grad_output) for g in kept)
         return grad_input, grad_weight, *[None] * (cls.bias_at - 2), grad_bias
 
 
@@ -122,3 +122,13 @@ def loss_and_others(returned):
 def join_results(call_outputs):
     """Join the others of several calls: sum numbers, concatenate rows."""
     return [sum(parts) if parts[0].ndim == 0 else torch.cat(parts) for parts in zip(*call_outputs)]
+
+
+def _scaled(gradient, factor):
+    """Return gradient * factor, rounded once, without a copy in fp32 of the whole."""
+    if is_compiling() or gradient.itemsize > 2:
+        return (widen(gradient) * factor).to(gradient.dtype)
+    scaled, rows = torch.empty_like(gradient), max(SLICE // max(gradient[:1].numel(), 1), 1)
+    for part, result in zip(gradient.split(rows), scaled.split(rows)):
+        result.copy_(widen(part) * factor)
+    return scaled

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 
 import torch
 
-from liger_hw._torch import is_plain, transforms_active, without_modes
+from liger_hw._torch import PLAIN, is_plain, transforms_active, without_modes
 from liger_hw.checks import KERNEL_DTYPES
 from liger_hw.dispatch import autocasts, uncast
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit, dequantize_arguments
 from liger_hw.kernels.linear.lora_linear import lora_linear
-from liger_hw.patching import probing, witnesses
+from liger_hw.patching import probing
 from liger_hw.patching.copies import refusing_writes
 from liger_hw.patching.hooks import is_intercepted
 from liger_hw.patching.lora_parameters import is_wrapper, match_parameter
@@ -31,6 +31,7 @@ from liger_hw.patching.shared_inputs import result_of
 from liger_hw.patching.summary import Summary
 from liger_hw.patching.swapping import is_swapped, patched_class, swap
 from liger_hw.patching.values import MISSING
+from liger_hw.patching.witnesses import can_be_kept
 
 logger = logging.getLogger("liger_hw")
 
@@ -278,7 +279,7 @@ def _dora(x, weight, bias, lora_a, lora_b, scaling, _, magnitudes):
 
 def adapter_arguments(lora, x):
     """Return the arguments with which `lora_linear` computes the layer for `x`, or None."""
-    if lora.disable_adapters or lora.merged or not witnesses.cover(x) or transforms_active():
+    if lora.disable_adapters or lora.merged or type(x) not in PLAIN or not can_be_kept(x) or transforms_active():
         return None
     dtype, device, parts = x.dtype, x.device, lora._modules  # an attribute of a module costs 0.5 us
     if dtype not in KERNEL_DTYPES or x.ndim < 2 or device.type == "meta":

@@ -56,10 +56,17 @@ def cover(x):
     """Tell whether rows of x's dtype and number of dimensions were compared.
 
     For others the module's own forward runs, as a branch would not be seen. In fp64 many models round rows to fp32,
-    which no op does. Outside inference mode torch cannot save a tensor from it, as ops do for the backward.
+    which no op does.
     """
-    fits = is_torchs(x) and x.dtype in WITNESS_DTYPES and x.ndim <= MOST_DIMENSIONS
-    fits = fits and x.layout is torch.strided and not x.is_nested
+    return is_torchs(x) and x.dtype in WITNESS_DTYPES and x.ndim <= MOST_DIMENSIONS and can_be_kept(x)
+
+
+def can_be_kept(x):
+    """Tell whether ops can read rows of `x`, and keep it for a backward.
+
+    Outside inference mode torch cannot save a tensor from it.
+    """
+    fits = x.layout is torch.strided and not x.is_nested
     return fits and (is_compiling() or not x.is_inference() or torch.is_inference_mode_enabled())
 
 

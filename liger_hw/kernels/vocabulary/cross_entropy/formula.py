@@ -148,7 +148,8 @@ def check_ignore_index(ignored, dtype):
     integers = torch.iinfo(dtype)
     fits = isinstance(ignored, numbers.Integral) and not isinstance(ignored, bool)
     fits = torch.is_tensor(ignored) or fits and integers.min <= ignored <= integers.max
-    check(fits, "ignore_index", repr(ignored), f"an integer that {dtype} holds, as the labels")
+    if not fits:  # not check(), whose text Dynamo cannot make of a symbol
+        refuse("ignore_index", repr(ignored), f"an integer that {dtype} holds, as the labels")
 
 
 def check_op_labels(name, labels, classes, ignore_index):
