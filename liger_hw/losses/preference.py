@@ -168,7 +168,7 @@ def preference_loss(
         nll_labels: (2P, T) or (P, T) labels for the NLL if they differ from `labels` (ORPO's include the prompt).
         chunk_memory: bytes that a chunk of logits may take.
         loss_weights: of the losses in a list; 1 by default.
-        f_divergence: "forward_kl", "js_divergence" or "alpha_divergence" (with `f_alpha`, 1 less the paper's alpha)
+        f_divergence: "forward_kl", "js_divergence" or "alpha_divergence" (with `f_alpha`, 1 - the paper's alpha)
             instead of the reverse KL (arXiv:2309.16240): the log-ratio log t becomes f'(t). For "sigmoid",
             "sigmoid_norm", "hinge", "ipo", "ipo_norm", "exo_pair", "robust" and "discopop".
         ld_alpha: 0 to 1, the weight of tokens beyond the length of a pair's shorter answer (LD-DPO, arXiv:2409.06411),

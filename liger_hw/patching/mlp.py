@@ -27,15 +27,8 @@ WIDENING = 4  # gate and up than the hidden states, in many models
 PROBE_HIDDEN, PROBE_INTERMEDIATE, PROBE_OUT = 38, 46, 34  # numbers that code hardly contains
 OTHER_NUMBERS = (0.0, 0.2, 0.9, 5.0, -1.7)  # of which those below 1 may be a dropout's
 CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
-WIDENED_STEPS = {
-    "pow",
-    "__pow__",
-    "exp",
-    "expm1",
-    "log",
-    "reciprocal",
-    "softplus",
-}  # which autocast computes in fp32 on a GPU
+# functions that autocast computes in fp32 on a GPU
+WIDENED_STEPS = {"pow", "__pow__", "exp", "expm1", "log", "reciprocal", "softplus"}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

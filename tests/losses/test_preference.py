@@ -463,7 +463,7 @@ def test_a_list_of_losses_that_average_and_losses_that_add(device):
             preference_loss(x, w, labels, b, one, average_log_prob=average).loss for one in (types, *types)
         )
         torch.testing.assert_close(found, sum(parts))
-    for averages in ("sft", "sigmoid_norm", "ipo_norm"):  # by themselves, whatever is asked
+    for averages in ("sft", "sigmoid_norm", "ipo_norm"):  # which divide sums by the tokens
         found, *parts = (preference_loss(x, w, labels, b, one).loss for one in (["simpo", averages], "simpo", averages))
         torch.testing.assert_close(found, sum(parts))
     preference_loss(x, w, labels, b, types, loss_weights=[1.0, 0.0])

@@ -99,8 +99,9 @@ def experts(
             dtype of `x`; None: none. A projection W x then is W x + lora_scale B (A x) (arXiv:2106.09685), rounded
             after each product and the sum; no merged weight exists. peft's `target_parameters` holds the same factors
             as A (E r, inputs) and B (outputs, r E): A.view(E, r, -1) and B.view(outputs, r, E).permute(2, 0, 1).
-            Kernels round A x and its product with `lora_scale`, then W x + B (A x) once, and keep A x beside gate and
-            up. For r above 64 they do as the reference, and keep what each product's backward needs.
+            Kernels round A x, its product with `lora_scale`, and the sum W x + B (A x); where torch computes W x, that,
+            too. They keep A x beside gate and up. For r above 64 they do as the reference, and keep what each
+            product's backward needs.
         lora_scale: alpha / r.
 
     Returns:
