@@ -16,7 +16,8 @@ from liger_hw._torch import (
     transforms_active,
 )
 
-TORCHS_APPLY = torch.autograd.Function.apply.__func__
+DESCRIPTOR = vars(torch.autograd.Function)["apply"]  # torch 2.15 has C's, which takes the class as an argument itself
+TORCHS_APPLY = getattr(DESCRIPTOR, "__func__", DESCRIPTOR)
 REFERENCE_ADVICE = "run under liger_hw.use_backend('reference')"
 
 

@@ -303,7 +303,8 @@ TENSORS = [
 ]
 KERNELS_AT_IMPORT = frozenset(_torch.program_kernels)
 HIDES_ALL = {"__getattr__", "__getattribute__"}
-LEFT_BY_LIBRARIES = {"__slotnames__", "___needs_generation_tag_patch"}  # in classes, by copies and torch.compile
+# in classes, by copies and torch.compile, of torch 2.15 by the last name
+LEFT_BY_LIBRARIES = {"__slotnames__", "___needs_generation_tag_patch", "___has_generation_tag_patch"}
 
 
 @_torch.constant_result
