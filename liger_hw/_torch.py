@@ -463,6 +463,17 @@ def saved_tensors_may_change():
 
 
 @functools.cache
+def clamp_passes_at_limits() -> bool:
+    """Tell whether torch's clamp passes gradients of values that equal a limit.
+
+    That of 2.13 does, that of 2.15 does not.
+    """
+    with without_modes(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        x = torch.zeros((), device="cpu", requires_grad=True)
+        return torch.autograd.grad(x.clamp(max=0.0), x)[0].item() != 0
+
+
+@functools.cache
 def has_wide_products(device_type: str) -> bool:
     """Tell whether torch multiplies 16-bit matrices into fp32 on such devices."""
     if device_type == "meta":

@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_hw import use_backend
+from liger_hw._torch import clamp_passes_at_limits
 from liger_hw._triton import interpreting
 from liger_hw.kernels.mlp.clamped_glu import clamped_swiglu
 from liger_hw.testing.inputs import randn
@@ -56,7 +58,7 @@ def test_a_limit_between_two_numbers(backend, device):
 
 
 def test_at_the_limit_and_beyond(backend, device):
-    """Gradients pass at the limit and vanish beyond it, as torch.clamp's; NaN stays NaN."""
+    """Gradients vanish beyond the limit, and at it as torch.clamp's, from 2.15 on; NaN stays NaN."""
     gate = torch.tensor([1.0, 1.5, -9.0, float("nan"), 0.5], device=device, requires_grad=True)
     up = torch.tensor([-1.0, 0.5, 2.0, 0.5, float("nan")], device=device, requires_grad=True)
     with use_backend(backend):
@@ -67,7 +69,17 @@ def test_at_the_limit_and_beyond(backend, device):
     found, wanted = (gate.grad, up.grad), torch.autograd.grad(expected.sum(), (gate, up))
     for ours, theirs in zip(found, wanted):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
-    assert gate.grad[0] != 0 and gate.grad[1] == 0 and up.grad[0] != 0 and up.grad[2] == 0
+    assert gate.grad[1] == 0 and up.grad[2] == 0
+    assert (gate.grad[0] != 0) == (up.grad[0] != 0) == clamp_passes_at_limits()
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, FakeTensorMode], ids=lambda mode: mode.__name__)
+def test_what_torchs_clamp_does_is_found_in_any_mode(mode):
+    clamp_passes_at_limits.cache_clear()
+    with mode(), torch.autograd.graph.saved_tensors_hooks(print, print):
+        found = clamp_passes_at_limits()
+    clamp_passes_at_limits.cache_clear()
+    assert clamp_passes_at_limits() == found
 
 
 @pytest.mark.parametrize("which", ["reference", None])

@@ -3,8 +3,8 @@ r"""Compute gated linear units with clamped inputs (gpt_oss arXiv:2508.10925, De
     g = min(gate, limit)        u = max(-limit, min(up, limit)) + offset
     y = f(g) u                  f(g) = g s(alpha g), s the sigmoid
 
-    dgate = dy u f'(g) where gate <= limit, else 0        f'(g) = s(alpha g) + alpha g s(alpha g) (1 - s(alpha g))
-    dup   = dy f(g)    where |up| <= limit, else 0
+    dgate = dy u f'(g) where gate < limit, else 0         f'(g) = s(alpha g) + alpha g s(alpha g) (1 - s(alpha g))
+    dup   = dy f(g)    where |up| < limit, else 0         in torch 2.13 also where they are equal
 
 Letters: R rows of C columns. Traffic: forward reads gate and up and writes y (3RC), backward reads gate, up and dy and
 writes their gradients (5RC), recomputing f. Both are bound by memory. A fused projection is read in place, as halves of
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from liger_hw._torch import clamp_passes_at_limits
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
 from liger_hw.checks import check
@@ -47,7 +48,8 @@ def clamped_swiglu(
     Args:
         gate: (..., C), or (..., 2C) of gate and up where `up` is None; any dtype that `swiglu` takes.
         up: (..., C), like `gate`.
-        limit: upper bound of `gate`, and bound of `up` on both sides; values beyond it get no gradient.
+        limit: upper bound of `gate`, and bound of `up` on both sides; values beyond it get no gradient,
+            and those at it what torch's clamp gives them.
         alpha: factor in the sigmoid's argument; the gate times its sigmoid is then rounded after each operation, as in
             gpt_oss, also for 0. None: silu, rounded once (DeepSeek-V4).
         offset: added to the clamped `up`; gpt_oss uses 1.0.
@@ -173,9 +175,15 @@ def clamped_glu_forward(
 
 
 @triton.jit
+def _is_within(x, limit, AT_LIMIT: tl.constexpr):
+    return x <= limit if AT_LIMIT else x < limit
+
+
+@triton.jit
 def _backward_tile(
     G, U, DY, DG, DU, row, start, rows, cols, g_stride, u_stride, dy_stride, d_stride, limit, alpha, offset,
-    whole: tl.constexpr, SILU: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    whole: tl.constexpr, SILU: tl.constexpr, INTERLEAVED: tl.constexpr, AT_LIMIT: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     gate, up, g, u = _load_clamped(
         G, U, row, start, rows, cols, g_stride, u_stride, limit, offset, whole, INTERLEAVED, ROWS, COLS
@@ -185,12 +193,13 @@ def _backward_tile(
     dy = tl.load(DY + row * dy_stride + col, mask).to(tl.float32)
     a = 1.0 if SILU else alpha
     s = tl.sigmoid(a * g)
-    dg = tl.where(gate <= limit, dy * u * s * (1.0 + a * g * (1.0 - s)), 0.0)
-    du = tl.where((up <= limit) & (up >= -limit), dy * _activated(g, alpha, G.dtype.element_ty, SILU), 0.0)
+    dg = tl.where(_is_within(gate, limit, AT_LIMIT), dy * u * s * (1.0 + a * g * (1.0 - s)), 0.0)
+    du = dy * _activated(g, alpha, G.dtype.element_ty, SILU)
+    du = tl.where(_is_within(tl.abs(up), limit, AT_LIMIT), du, 0.0)
     if INTERLEAVED:
         both = tl.reshape(tl.join(dg, du), [ROWS, 2 * COLS])
         at = DG + row * d_stride + 2 * start + tl.arange(0, 2 * COLS)[None, :]
-        tl.store(at, both, _mask(row, rows, 2 * start, 2 * cols, whole, 2 * COLS))
+        tl.store(at, both, _mask(row, rows, 2 * start, tl.cast(cols, tl.int64) * 2, whole, 2 * COLS))
     else:
         tl.store(DG + row * d_stride + col, dg, mask)
         tl.store(DU + row * d_stride + col, du, mask)
@@ -199,19 +208,19 @@ def _backward_tile(
 @triton.jit(do_not_specialize=["rows"])
 def clamped_glu_backward(
     G, U, DY, DG, DU, rows, cols, g_stride, u_stride, dy_stride, d_stride, limit, alpha, offset,
-    SILU: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    SILU: tl.constexpr, INTERLEAVED: tl.constexpr, AT_LIMIT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row, start, whole = program_tile(rows, cols, ROWS, COLS)
     limit = rounded(tl.full((), limit, tl.float32), G.dtype.element_ty)  # torch clamps to it in the tensor's dtype
     if whole:
         _backward_tile(
             G, U, DY, DG, DU, row, start, rows, cols, g_stride, u_stride, dy_stride, d_stride, limit, alpha, offset,
-            True, SILU, INTERLEAVED, ROWS, COLS,
+            True, SILU, INTERLEAVED, AT_LIMIT, ROWS, COLS,
         )  # fmt: skip
     else:
         _backward_tile(
             G, U, DY, DG, DU, row, start, rows, cols, g_stride, u_stride, dy_stride, d_stride, limit, alpha, offset,
-            False, SILU, INTERLEAVED, ROWS, COLS,
+            False, SILU, INTERLEAVED, AT_LIMIT, ROWS, COLS,
         )  # fmt: skip
 
 
@@ -240,12 +249,13 @@ def _launch(kernel, find_config, gate, up, dy, outputs, clamp):
     config = find_config(min(power_of_2(cols), 4096), itemsize, device_of(gate))
     rows = count // cols if count else 0
     tiles = -(-rows // config["ROWS"]) * -(-cols // config["COLS"])
-    tensors, strides = (g, u, *outputs), (g_stride, u_stride, y_stride)
+    tensors, strides, flags = (g, u, *outputs), (g_stride, u_stride, y_stride), ()
     if dy is not None:
         tensors, strides = (g, u, dy, *outputs), (g_stride, u_stride, dy_stride, d_stride)
+        flags = (clamp_passes_at_limits(),)
     launch(
         kernel, (tiles, 1, 1), config, *tensors, rows, cols, *strides,
-        limit, alpha or 0.0, offset, alpha is None, interleaved,
+        limit, alpha or 0.0, offset, alpha is None, interleaved, *flags,
     )  # fmt: skip
 
 
