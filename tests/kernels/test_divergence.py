@@ -68,6 +68,16 @@ def test_jsd_is_made_of_kl(beta, engine, device):
     torch.testing.assert_close(torch.autograd.grad(found, q)[0], grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("beta", [0.999999, 1 - 1e-9])
+def test_gradient_of_jsd_near_the_reverse_kl(beta, engine, device):
+    """fp32 rounds such a beta, and of the second one nothing is left of 1 - beta."""
+    q, p = pair(device=device)
+    exact = q.detach().double().requires_grad_()
+    expected = torch.autograd.grad(jsd.reference(exact, p.double(), beta), exact)[0]
+    (grad,) = torch.autograd.grad(jsd(q, p, beta), q)
+    assert (grad.double() - expected).norm() < 1e-6 * expected.norm()
+
+
 def test_ignored_rows_do_not_count(engine, device):
     q, p = pair(device=device)
     labels = targets(6, 130, device)

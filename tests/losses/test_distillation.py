@@ -131,6 +131,17 @@ def test_heads_with_a_softcap_or_a_scale(soft_loss, heads, dtype, engine, device
         hold(expected, found, (*student, *teacher), dtype, soft_loss)
 
 
+@pytest.mark.parametrize("classes", [12, 50])
+@pytest.mark.parametrize("soft_loss", ["jsd", "cosine"])
+def test_a_teacher_of_wider_logits(soft_loss, classes, engine, device):
+    """A softcap's are fp32, whose rows end earlier than the student's of 16 bits."""
+    supported(torch.float16, engine)
+    student, teacher, labels = case(4, classes, classes, device)
+    heads = (None, 1.0), (4.0, 1.0)
+    expected, found = whole(labels, soft_loss, heads=heads), fused(labels, soft_loss, 10**6, heads=heads)
+    hold(expected, found, (*student, *teacher), torch.float16, soft_loss)
+
+
 def test_a_bad_row_that_is_ignored_spoils_no_gradient_under_a_softcap(engine, device):
     (x, w, b), (teacher_x, teacher_w, teacher_b), labels = case(device=device)
     labels[2] = -100

@@ -317,6 +317,7 @@ MUTANTS = {
         ("jsd's other argument", "tl.where(q_larger, larger_term, smaller_term)", "larger_term"),
         ("slope of the reverse KL without its second term", "return value, value + q, q", "return value, value, q"),
         ("ignored rows have a gradient", "factor = tl.where(counts, factor, 0.0)", "factor = factor"),
+        ("1 - beta of a rounded beta", "tl.where(q_larger, beta, rest_beta) * share", "(1.0 - weight) * share"),
     ],
     "logits_divergence": [
         ("softmax's term of the gradient", "(slope - q * slope_sum)", "slope"),
@@ -327,6 +328,7 @@ MUTANTS = {
         ),
         ("the shorter vocabulary is not padded", "t, tl.where(at < cols, 0.0,", "t, tl.where(at < 0, 0.0,"),
         ("blocks behind a shorter row", "    if row_cols < cols:", "    if row_cols < 0:"),
+        ("alignment of another dtype", "T_VECTOR: tl.constexpr = 128 // T.", "T_VECTOR: tl.constexpr = 128 // S."),
     ],
     "experts": [
         ("a first factor without the scale", "return u if scale == 1 else u.mul_(scale)", "return u"),

@@ -247,10 +247,10 @@ def logarithm_unit(KIND: tl.constexpr):
 
 
 @triton.jit
-def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
+def divergence_element(log_q, log_p, beta, rest_beta, KIND: tl.constexpr):
     """Return an element, its gradient by log q, and q.
 
-    The log-probabilities are in units of `logarithm_unit`.
+    The log-probabilities are in units of `logarithm_unit`. `rest_beta` is 1 - beta, which fp32 rounds to 0 near 1.
     """
     if KIND == "tvd":
         q, p = tl.exp2(log_q), tl.exp2(log_p)
@@ -271,8 +271,8 @@ def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
             in_nats, larger_term = larger * (-0.5 * LN_2), _log_half(share)
             smaller_term = share * (larger_term + apart)
         else:
-            in_nats, weight = larger * -LN_2, tl.where(q_larger, 1.0 - beta, beta)
-            rest = (1.0 - weight) * share
+            in_nats, weight = larger * -LN_2, tl.where(q_larger, rest_beta, beta)
+            rest = tl.where(q_larger, beta, rest_beta) * share
             log_mixed = tl.log2(weight + rest)
             larger_term, smaller_term = weight * log_mixed, rest * (log_mixed + apart)
         value, slope = in_nats * (larger_term + smaller_term), in_nats * tl.where(q_larger, larger_term, smaller_term)
@@ -280,11 +280,12 @@ def divergence_element(log_q, log_p, beta, KIND: tl.constexpr):
 
 
 @triton.jit
-def _element(x, y, beta, eps, KIND: tl.constexpr, LOGARITHMS: tl.constexpr):
+def _element(x, y, beta, rest_beta, eps, KIND: tl.constexpr, LOGARITHMS: tl.constexpr):
     """Return an element from the caller's x, and its gradient by x."""
     x, y = x.to(tl.float32), y.to(tl.float32)
     if LOGARITHMS:
-        value, dx, _ = divergence_element(x * logarithm_unit(KIND), y * logarithm_unit(KIND), beta, KIND)
+        unit = logarithm_unit(KIND)
+        value, dx, _ = divergence_element(x * unit, y * unit, beta, rest_beta, KIND)
         return value, dx
     elif KIND == "kl":
         return y * (tl.where(y == 0, 0.0, tl.log2(tl.maximum(y, eps)) * LN_2) - x), -y  # eps may be 0
@@ -294,8 +295,8 @@ def _element(x, y, beta, eps, KIND: tl.constexpr, LOGARITHMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["misaligned", "ignore_index"])
 def divergence_forward(
-    X, Y, LABELS, DENOMINATOR, LOSS, DX, x_stride, y_stride, dx_stride, misaligned, beta, eps, ignore_index,
-    KIND: tl.constexpr, LOGARITHMS: tl.constexpr, ALIGNED: tl.constexpr, Y_LIKE_X: tl.constexpr,
+    X, Y, LABELS, DENOMINATOR, LOSS, DX, x_stride, y_stride, dx_stride, misaligned, beta, rest_beta, eps,
+    ignore_index, KIND: tl.constexpr, LOGARITHMS: tl.constexpr, ALIGNED: tl.constexpr, Y_LIKE_X: tl.constexpr,
     DX_LIKE_X: tl.constexpr, cols: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # Y_LIKE_X, DX_LIKE_X: rows of Y, DX reach a 16-byte boundary at the same columns as rows of X
@@ -323,7 +324,7 @@ def divergence_forward(
         if LABELS is not None:
             read = mask & (at < readable)
         x, y = tl.load(row.middle + at, read, other=0.0), tl.load(Y_BODY + at, read, other=0.0)
-        value, dx = _element(x, y, beta, eps, KIND, LOGARITHMS)
+        value, dx = _element(x, y, beta, rest_beta, eps, KIND, LOGARITHMS)
         total += value
         if DX is not None:
             tl.store(D_BODY + at, dx * factor, mask)
@@ -334,7 +335,7 @@ def divergence_forward(
         if LABELS is not None:
             read = edge_mask & (edge < readable)
         x, y = tl.load(row.first + edge, read, other=0.0), tl.load(Y + index * y_stride + edge, read, other=0.0)
-        value, dx = _element(x, y, beta, eps, KIND, LOGARITHMS)
+        value, dx = _element(x, y, beta, rest_beta, eps, KIND, LOGARITHMS)
         row_total += tl.sum(value, 0)
         if DX is not None:
             tl.store(DX + index * dx_stride + edge, dx * factor, edge_mask)
@@ -364,7 +365,8 @@ def _divergence(
     launch(
         divergence_forward, (rows, 1, 1), config,
         x, y, labels, denominator, loss, dx, x.stride(0), y.stride(0), cols, misaligned,
-        beta, eps, ignore_index, kind, logarithms, aligned, _is_aligned(x, y), needs_grad and _is_aligned(x, dx), cols,
+        beta, 1 - beta, eps, ignore_index, kind, logarithms, aligned, _is_aligned(x, y),
+        needs_grad and _is_aligned(x, dx), cols,
     )  # fmt: skip
 
 

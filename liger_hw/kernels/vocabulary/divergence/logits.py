@@ -53,17 +53,17 @@ def _readable(at, row_cols: tl.constexpr, cols: tl.constexpr, VECTOR: tl.constex
 
 @triton.jit
 def _pair(S, T, at, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
-          VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+          VECTOR: tl.constexpr, T_VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Load columns of both rows, -inf beyond either's end.
 
-    Rows are readable up to a multiple of VECTOR.
+    Rows are readable up to a multiple of VECTOR, the teacher's of T_VECTOR.
     """
     if student_cols == teacher_cols and cols % VECTOR == 0:  # nothing to pad
         mask = in_row(at, cols, COLS)
         s, t = tl.load(S + at, mask, other=float("-inf")), tl.load(T + at, mask, other=float("-inf"))
         return s.to(tl.float32), t.to(tl.float32)
     s = tl.load(S + at, _readable(at, student_cols, cols, VECTOR, COLS), other=0.0).to(tl.float32)
-    t = tl.load(T + at, _readable(at, teacher_cols, cols, VECTOR, COLS), other=0.0).to(tl.float32)
+    t = tl.load(T + at, _readable(at, teacher_cols, cols, T_VECTOR, COLS), other=0.0).to(tl.float32)
     s = tl.where(at < student_cols, s, tl.where(at < cols, 0.0, float("-inf")))
     return s, tl.where(at < teacher_cols, t, tl.where(at < cols, 0.0, float("-inf")))
 
@@ -82,14 +82,15 @@ def _hard_loss(S, y, row_max, log_sum_exp, student_cols: tl.constexpr):
 
 @triton.jit(do_not_specialize=["s_stride", "t_stride", "ignore_index"])
 def divergence_of_logits(
-    S, T, LABELS, FACTORS, SOFT, HARD, s_stride, t_stride, ignore_index, beta, temperature, KIND: tl.constexpr,
-    GRADIENT: tl.constexpr, student_cols: tl.constexpr, teacher_cols: tl.constexpr, cols: tl.constexpr,
-    COLS: tl.constexpr,
+    S, T, LABELS, FACTORS, SOFT, HARD, s_stride, t_stride, ignore_index, beta, rest_beta, temperature,
+    KIND: tl.constexpr, GRADIENT: tl.constexpr, student_cols: tl.constexpr, teacher_cols: tl.constexpr,
+    cols: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
+    T_VECTOR: tl.constexpr = 128 // T.dtype.element_ty.primitive_bitwidth
     S += tl.multiple_of(row * s_stride, VECTOR)
-    T += tl.multiple_of(row * t_stride, VECTOR)
+    T += tl.multiple_of(row * t_stride, T_VECTOR)
     lane = tl.arange(0, COLS)
     y = tl.load(LABELS + row)
     soft = tl.full((), 0.0, tl.float32)
@@ -108,7 +109,7 @@ def divergence_of_logits(
         t_sum_exp, hard_sum_exp = s_sum_exp, s_sum_exp
         for start in range(0, cols, COLS):
             at = start + lane
-            s, t = _pair(S, T, at, student_cols, teacher_cols, cols, VECTOR, COLS)
+            s, t = _pair(S, T, at, student_cols, teacher_cols, cols, VECTOR, T_VECTOR, COLS)
             if HARD is not None and student_cols == cols:  # whose rows have the same maximum
                 _, hard_sum_exp = online_softmax(s, s_max, hard_sum_exp, VECTOR, LOG2_E)
             s_max, s_sum_exp = online_softmax(s, s_max, s_sum_exp, VECTOR, power_unit)
@@ -125,10 +126,10 @@ def divergence_of_logits(
         slope_sum = tl.full((), -1.0, tl.float32)  # for "kl" it is -sum p, known without a pass
         if KIND != "kl" or not GRADIENT:
             for start in range(0, cols, COLS):
-                s, t = _pair(S, T, last - start + lane, student_cols, teacher_cols, cols, VECTOR, COLS)
+                s, t = _pair(S, T, last - start + lane, student_cols, teacher_cols, cols, VECTOR, T_VECTOR, COLS)
                 log_q = below_peak(s, s_row_max, scale, s_log_sum)
                 log_p = below_peak(t, t_row_max, scale, t_log_sum)
-                value, slope, _ = divergence_element(log_q, log_p, beta, KIND)
+                value, slope, _ = divergence_element(log_q, log_p, beta, rest_beta, KIND)
                 values += value
                 slopes += slope
             slope_sum = tl.sum(slopes, 0)
@@ -148,10 +149,10 @@ def divergence_of_logits(
                 at = start + lane
                 if KIND == "kl":
                     at = last - start + lane
-                s, t = _pair(S, T, at, student_cols, teacher_cols, cols, VECTOR, COLS)
+                s, t = _pair(S, T, at, student_cols, teacher_cols, cols, VECTOR, T_VECTOR, COLS)
                 log_q = below_peak(s, s_row_max, scale, s_log_sum)
                 log_p = below_peak(t, t_row_max, scale, t_log_sum)
-                value, slope, q = divergence_element(log_q, log_p, beta, KIND)
+                value, slope, q = divergence_element(log_q, log_p, beta, rest_beta, KIND)
                 if KIND == "kl":
                     values += value
                 ds = coef_soft * (slope - q * slope_sum)
@@ -180,13 +181,13 @@ def _values(X, at, row_cols: tl.constexpr, cols: tl.constexpr, VECTOR: tl.conste
 
 @triton.jit
 def _products(S, T, s_scale, t_scale, lane, student_cols: tl.constexpr, teacher_cols: tl.constexpr,
-              cols: tl.constexpr, VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
+              cols: tl.constexpr, VECTOR: tl.constexpr, T_VECTOR: tl.constexpr, COLS: tl.constexpr):  # fmt: skip
     """Return the rows' product and squares, after both rows are multiplied by their scales."""
     products = tl.zeros((COLS,), tl.float32)
     s_squares, t_squares = products, products
     for start in range(0, cols, COLS):
         s = _values(S, start + lane, student_cols, cols, VECTOR, COLS) * s_scale
-        t = _values(T, start + lane, teacher_cols, cols, VECTOR, COLS) * t_scale
+        t = _values(T, start + lane, teacher_cols, cols, T_VECTOR, COLS) * t_scale
         products += s * t
         s_squares += s * s
         t_squares += t * t
@@ -200,8 +201,9 @@ def cosine_of_logits(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     VECTOR: tl.constexpr = 128 // S.dtype.element_ty.primitive_bitwidth
+    T_VECTOR: tl.constexpr = 128 // T.dtype.element_ty.primitive_bitwidth
     S += tl.multiple_of(row * s_stride, VECTOR)
-    T += tl.multiple_of(row * t_stride, VECTOR)
+    T += tl.multiple_of(row * t_stride, T_VECTOR)
     lane = tl.arange(0, COLS)
     y = tl.load(LABELS + row)
     soft = tl.full((), 0.0, tl.float32)
@@ -219,7 +221,7 @@ def cosine_of_logits(
         for start in range(0, cols, COLS):
             at = start + lane
             s = _values(S, at, student_cols, cols, VECTOR, COLS)
-            t = _values(T, at, teacher_cols, cols, VECTOR, COLS)
+            t = _values(T, at, teacher_cols, cols, T_VECTOR, COLS)
             products += s * t
             s_squares += s * s
             t_squares += t * t
@@ -233,7 +235,7 @@ def cosine_of_logits(
             s_scale = tl.where(s_square == float("inf"), SMALL, 1.0)
             t_scale = tl.where(t_square == float("inf"), SMALL, 1.0)
             product, s_square, t_square = _products(
-                S, T, s_scale, t_scale, lane, student_cols, teacher_cols, cols, VECTOR, COLS
+                S, T, s_scale, t_scale, lane, student_cols, teacher_cols, cols, VECTOR, T_VECTOR, COLS
             )
         s_norm, t_norm = tl.sqrt(s_square), tl.maximum(tl.sqrt(t_square), LEAST_NORM)
         s_divisor = tl.maximum(s_norm, LEAST_NORM)
@@ -254,7 +256,7 @@ def cosine_of_logits(
             for start in range(0, student_cols, COLS):
                 at = last - start + lane
                 s = _values(S, at, student_cols, student_cols, VECTOR, COLS)
-                t = _values(T, at, teacher_cols, student_cols, VECTOR, COLS)
+                t = _values(T, at, teacher_cols, student_cols, T_VECTOR, COLS)
                 ds = coef_soft * (coef_s * (s * s_scale) - coef_t * (t * t_scale))
                 if HARD is not None:
                     p = tl.exp2(below_peak(s, hard_row_max, LOG2_E, hard_log_sum))
@@ -276,7 +278,8 @@ def divergence_rows(student, teacher, labels, factors, soft, hard, kind, beta, t
         kind: a kind of divergence, or "cosine".
     """
     cols = max(student.shape[1], teacher.shape[1])
-    kernel, find_config, options = divergence_of_logits, divergence_of_logits_config, (beta, temperature, kind)
+    kernel, find_config = divergence_of_logits, divergence_of_logits_config
+    options = beta, 1 - beta, temperature, kind
     if kind == "cosine":
         kernel, find_config, options = cosine_of_logits, cosine_of_logits_config, ()
     launch(
