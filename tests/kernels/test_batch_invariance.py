@@ -11,6 +11,7 @@ from liger_hw import use_backend
 from liger_hw._triton import interpreting
 from liger_hw.dispatch import OPS
 from liger_hw.kernels._logits import padded_rows
+from liger_hw.kernels.vocabulary import _products
 from liger_hw.sharding import _named
 from liger_lab.cases import CASES, training_cases
 
@@ -154,6 +155,24 @@ def test_heads(name, shape, backend, device, monkeypatch):
         monkeypatch.setattr(numpy, "matmul", multiply_in_order)
     dtype, logits_dtype = torch.float16 if interpreting() else torch.bfloat16, torch.float32 if 37 in shape else None
     assert_rows_alike(head_of(name, device, dtype, *shape, logits_dtype=logits_dtype), backend)
+
+
+@pytest.mark.parametrize("vocabulary", [1021, 1024])
+def test_rows_of_padded_logits(vocabulary, backend, device, monkeypatch):
+    """Terms of one row of the gradient keep its stride, those of several have none of the padding."""
+    if interpreting():
+        monkeypatch.setattr(numpy, "matmul", multiply_in_order)
+    monkeypatch.setattr(_products, "has_wide_products", lambda device: True)
+    x, weight, tokens = head_of(HEADS[0], device, torch.float32, 32, vocabulary).inputs
+    grads = []
+    for rows in (1, 3):
+        part = x.detach()[:rows].requires_grad_()
+        with liger_hw.use_backend(backend):
+            loss = liger_hw.fused_linear_cross_entropy(
+                part, weight.detach().bfloat16(), tokens[:rows], reduction="sum", invariant=True
+            )
+        grads += torch.autograd.grad(loss, part)
+    assert torch.equal(bits(grads[0][0]), bits(grads[1][0]))
 
 
 @pytest.mark.skipif(interpreting(), reason="the same there")

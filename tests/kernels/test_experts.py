@@ -173,6 +173,14 @@ def test_bad_arguments(place, change, backend, device):
             experts(*tensors(device=device), activation="tanh")
 
 
+@pytest.mark.parametrize("name", ["gate_up_lora", "down_lora"])
+@pytest.mark.parametrize("factors", ["(torch.ones(4, 0, 8), torch.ones(4, 8, 0))", "torch.ones(3, 4, 2, 8)", "[]"])
+def test_bad_adapters(name, factors, backend, device):
+    for chosen in (backend, "reference"):
+        with use_backend(chosen), pytest.raises(ValueError, match=rf"^{name}: .*allowed: a pair \(A, B\) of rank 1"):
+            experts(*tensors(device=device), **{name: eval(factors)})
+
+
 @pytest.mark.parametrize("forced", ["reference", None])
 def test_autocast_changes_nothing(forced, small_cases):
     inputs, options = next(case for case in small_cases("experts", torch.float32) if case[0][0].numel())

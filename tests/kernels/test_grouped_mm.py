@@ -1,7 +1,11 @@
+import dataclasses
+
 import pytest
 import torch
 
 from liger_hw import grouped_mm, use_backend
+from liger_hw.backends import device_of
+from liger_hw.kernels.moe.grouped_mm import _by_torch
 from liger_hw.testing.inputs import randn
 from liger_hw.testing.parity import check, run
 
@@ -100,11 +104,37 @@ def test_bad_arguments(name, change, backend, device):
             grouped_mm(*change(rows, weights, offs))
 
 
+@pytest.mark.parametrize("inner, cols", [(0, 8), (16, 0)])
+@pytest.mark.parametrize("forced", ["reference", None])
+def test_widths_of_0(inner, cols, forced):
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    with use_backend(forced):
+        assert torch.equal(grouped_mm(torch.ones(5, inner), torch.ones(2, inner, cols), offs), torch.zeros(5, cols))
+
+
+@pytest.mark.parametrize(
+    "change, fits",
+    [
+        (lambda x: x, True),
+        (lambda x: x.mT.contiguous().mT, True),
+        (lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0), False),  # the layout of peft's second factors
+        (lambda x: x.flatten().unfold(0, 64, 16)[None, :16], False),  # rows that overlap
+    ],
+)
+def test_operands_of_torchs_product(change, fits, monkeypatch):
+    weights = change(torch.ones(8, 16, 32, dtype=torch.bfloat16))
+    device = dataclasses.replace(device_of(weights), grouped_mm=True)
+    monkeypatch.setattr("liger_hw.kernels.moe.grouped_mm.device_of", lambda x: device)
+    with use_backend(None):
+        assert _by_torch(800, 8, 16, None, weights) == fits
+
+
 LAYOUTS = {
     "whole": lambda *sizes: torch.randn(*sizes),
     "odd stride": lambda *sizes: torch.randn(*sizes[:-1], sizes[-1] + 1)[..., :-1],
     "no unit stride": lambda *sizes: torch.randn(*sizes, 2)[..., 0],
     "transposed": lambda *sizes: torch.randn(*sizes[:-2], sizes[-1], sizes[-2]).mT,
+    "groups last": lambda *sizes: torch.randn(*sizes[1:], sizes[0]).movedim(-1, 0),
     "one for all": lambda *sizes: torch.randn(1, *sizes[1:]).expand(sizes),
 }
 

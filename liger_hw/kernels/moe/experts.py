@@ -70,6 +70,8 @@ def _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation
     check_known("activation", activation, ACTIVATIONS)
     for name, lora, weights in (("gate_up_lora", gate_up_lora, gate_up_proj), ("down_lora", down_lora, down_proj)):
         if lora is not None:
+            fits = len(lora) == 2 and lora[0].ndim == 3 and lora[0].shape[1] > 0
+            check(fits, name, lora, "a pair (A, B) of rank 1 or more")
             (number, outputs, inputs), (a, b) = weights.shape, lora
             for factor, shape in ((a, (number, a.shape[1], inputs)), (b, (number, outputs, a.shape[1]))):
                 fits = factor.shape == shape and (factor.dtype, factor.device) == here
@@ -177,9 +179,10 @@ def _gate_and_up(hidden, intermediate, up_first):
 
 
 @experts.cost
-def _(x, gate_up_proj, down_proj, top_k_index, top_k_weights, **options):
-    inputs = x.nbytes + gate_up_proj.nbytes + down_proj.nbytes + top_k_index.nbytes + top_k_weights.nbytes
-    flops = 2 * top_k_index.numel() * (gate_up_proj[0].numel() + down_proj[0].numel())
+def _(x, gate_up_proj, down_proj, top_k_index, top_k_weights, gate_up_lora=None, down_lora=None, **options):
+    weights = gate_up_proj, down_proj, *(gate_up_lora or ()), *(down_lora or ())
+    inputs = x.nbytes + top_k_index.nbytes + top_k_weights.nbytes + sum(weight.nbytes for weight in weights)
+    flops = 2 * top_k_index.numel() * sum(weight[0].numel() for weight in weights)
     return Cost(inputs + x.nbytes, 2 * inputs + x.nbytes, flops, 2 * flops)
 
 

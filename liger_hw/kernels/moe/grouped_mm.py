@@ -85,7 +85,7 @@ def _(rows, weights, offs):
 @grouped_mm.register("cpu")
 def _(rows, weights, offs):
     """Call torch's product, which can be traced; the reference where torch refuses the operands."""
-    vectors = all(size * rows.element_size() % 16 == 0 for size in weights.shape[1:])
+    vectors = all(size and size * rows.element_size() % 16 == 0 for size in weights.shape[1:])
     if not vectors or rows.dtype not in KERNEL_DTYPES:
         return grouped_mm.reference(rows, weights, offs)
     y = torch_grouped_mm()(_with_torchs_strides(rows), _with_torchs_strides(weights), offs=offs)
@@ -94,13 +94,16 @@ def _(rows, weights, offs):
     return y
 
 
-def _with_torchs_strides(x):
-    """Return `x`, or a copy where torch refuses its strides."""
+def _has_torchs_strides(x):
+    """Tell whether torch's product takes the strides of `x`."""
     (row_stride, col_stride), (rows, cols), vector = x.stride()[-2:], x.shape[-2:], 16 // x.element_size()
     in_rows = col_stride == 1 and row_stride >= cols and row_stride % vector == 0
-    in_cols = x.ndim == 3 and row_stride == 1 and col_stride >= rows and col_stride % vector == 0
+    return in_rows or x.ndim == 3 and row_stride == 1 and col_stride >= rows and col_stride % vector == 0
+
+
+def _with_torchs_strides(x):
     # not contiguous(), which returns one row of any stride as it is
-    return x if in_rows or in_cols else x.clone(memory_format=torch.contiguous_format)
+    return x if _has_torchs_strides(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ def in_vectors(x, values):
     """Tell whether contiguous rows (or columns) begin at multiples of 16 bytes and of `values`."""
     strides = [stride for stride in x.stride() if stride != 1]
     whole = all(stride > 0 and stride % values == 0 for stride in strides)
-    return whole and len(strides) == x.ndim - 1 and x.data_ptr() % 16 == 0
+    return whole and len(strides) == x.ndim - 1 and 1 in x.stride()[-2:] and x.data_ptr() % 16 == 0
 
 
 @triton.jit
@@ -280,7 +283,9 @@ def _by_torch(rows, groups, cols, index, *operands):
     """
     fits = device_of(operands[0]).grouped_mm and backends.forced() is None and operands[0].dtype == torch.bfloat16
     fits = fits and _group_rows(rows, groups) == 128 and (index is None or cols > GATHERED_COLS)
-    return fits and all(in_vectors(x, 8) and all(size % 8 == 0 for size in x.shape[1:]) for x in operands)
+    if not fits or any(size % 8 for x in operands for size in x.shape[1:]):
+        return False
+    return all(in_vectors(x, 8) and _has_torchs_strides(x) for x in operands)
 
 
 def _precision(x):
@@ -355,12 +360,14 @@ def multiply_by_fixed_tiles(a, b, out):
     """Write a b to `out`, in tiles that ignore the number of rows.
 
     Args:
-        a: (M, K), rows at a stride that depends on K alone. b: (K, N), in the dtype of `a`.
+        a: (M, K), of unit stride in rows. b: (K, N), in the dtype of `a`.
         out: (M, N), contiguous, in any floating dtype.
     """
     if 1 not in b.stride():
         b = b.contiguous()
-    vectors = in_vectors(b, 16) and a.stride(0) % 16 == 0 and a.data_ptr() % 16 == 0
+    vectors = in_vectors(b, 16) and a.shape[1] % 16 == 0
+    if vectors and (a.stride(0) % 16 or a.data_ptr() % 16):
+        a = a.clone(memory_format=torch.contiguous_format)
     config = grouped_rows_config(128, _width(b.shape[1]), vectors, a.element_size(), device_of(a))
     offs = torch.full((1,), len(a), dtype=torch.int32, device=a.device)
     _launch_rows(config, a, a.stride(0), b[None], offs, None, out)

@@ -170,7 +170,7 @@ def _blocks(matrix, dtype, always=False):
     """
     size = len(matrix)
     if matrix.dtype != dtype or always:
-        size = BLOCK_BYTES // (matrix.shape[1] * dtype.itemsize)
+        size = BLOCK_BYTES // max(matrix.shape[1] * dtype.itemsize, 1)
     return _slices(len(matrix), size)
 
 
