@@ -251,7 +251,7 @@ class LazyLogits(Deferred):
         if len(types) > 1 and any(map(_is_foreign, types)):  # a program's class, which then decides
             args, kwargs = _torch.tree_map_only(Deferred, lambda x: x.as_subclass(torch.Tensor), (args, kwargs))
             return func(*args, **kwargs)
-        if func in SUMS and len(args) == 2 and not isinstance(args[0], LazyLogits):
+        if func in SUMS and len(args) == 2 and not kwargs and not isinstance(args[0], LazyLogits):
             args = args[::-1]
         if args and isinstance(args[0], LazyLogits) and args[0].cell.is_recorded:
             derived = _derived(func, args[0], args[1:], kwargs)

@@ -104,7 +104,8 @@ def test_scales_that_are_no_number_are_not_fused(steps):
 @pytest.mark.parametrize(
     "step",
     [
-        lambda x: x + 1, lambda x: 1 - x, lambda x: x * torch.tensor(2.0), lambda x: x[..., 2:7], lambda x: x[0, 0],
+        lambda x: x + 1, lambda x: torch.ones(()).add(x, alpha=0.5), lambda x: torch.add(torch.ones(12), x, alpha=2),
+        lambda x: 1 - x, lambda x: x * torch.tensor(2.0), lambda x: x[..., 2:7], lambda x: x[0, 0],
         lambda x: x > 0, lambda x: -x, lambda x: x.view(-1, 6), lambda x: x @ torch.ones(12), lambda x: x**2,
         lambda x: 2**x, lambda x: torch.cat([x, x]), lambda x: torch.nn.functional.softmax(x, dim=-1),
         lambda x: x / x, lambda x: x.to("cpu", torch.half), lambda x: x.tolist()[0][0][0] * torch.ones(()),
