@@ -24,7 +24,8 @@ class LigerORPOTrainer(ORPOTrainer):
     """TRL's ORPOTrainer with `LigerFusedLinearORPOLoss`: TRL's loss and metrics up to rounding.
 
     Raises:
-        ValueError: the model's logits are not its head's product alone, as with a softcap, a scale or LoRA of the head.
+        ValueError: the model's logits are not its head's product alone, as with a softcap, a scale, LoRA of the head or
+            prompts of PEFT.
         NotImplementedError: an encoder-decoder model.
     """
 
@@ -40,25 +41,37 @@ class LigerORPOTrainer(ORPOTrainer):
 
         def run():
             inner = core.get_base_model() if hasattr(core, "get_base_model") else core
-            options = {"output_router_logits": True} if self.aux_loss_enabled else {}
-            body = getattr(inner, inner.base_model_prefix)
+            body, head = getattr(inner, inner.base_model_prefix), inner.get_output_embeddings()
             if self._checked != id(inner):
-                _check_logits(inner, body, ids[:1, :2])
+                with self.accelerator.autocast():
+                    _check_logits(core, body, head, ids[:1, :2])
+                torch.clear_autocast_cache()  # casts of the check have no gradient
                 self._checked = id(inner)
-            outputs = body(ids, attention_mask=mask, use_cache=False, **options)
-            head = inner.get_output_embeddings()
-            # the NLL covers prompt and answer, the odds cover the answer
-            prompt_and_answer = ids.masked_fill(mask != 1, PADDING)[:, 1:]
-            value, metrics = loss(
-                head.weight, outputs.last_hidden_state[:, :-1], pairs["concatenated_labels"][:, 1:], head.bias,
-                prompt_and_answer,
-            )  # fmt: skip
-            return value + self.aux_loss_coef * outputs.aux_loss if self.aux_loss_enabled else value, metrics
+            with self.accelerator.autocast():  # accelerate's is around the model's forward alone
+                hidden, aux_loss = self._hidden_states(core, body, ids, attention_mask=mask, use_cache=False)
+                # the NLL covers prompt and answer, the odds cover the answer
+                prompt_and_answer = ids.masked_fill(mask != 1, PADDING)[:, 1:]
+                value, metrics = loss(
+                    head.weight, hidden[:, :-1], pairs["concatenated_labels"][:, 1:], head.bias, prompt_and_answer
+                )
+            return value if aux_loss is None else value + self.aux_loss_coef * aux_loss, metrics
 
         model = model.module if isinstance(model, DataParallel) else model
         wrapped = isinstance(model, DistributedDataParallel) or is_wrapped_by_fsdp1(model)
         core = model.module if wrapped else model
         return _FSDPForwardRedirection()(model, run) if wrapped else run()
+
+    def _hidden_states(self, model, body, ids, **options):
+        """Return the last hidden states, and the routers' loss or None."""
+        if not self.aux_loss_enabled:
+            return body(ids, **options).last_hidden_state, None
+        hidden = []
+        handle = body.register_forward_hook(lambda _, args, output: hidden.append(output.last_hidden_state))
+        try:  # the whole model alone knows the routers' loss
+            outputs = model(ids, output_router_logits=True, logits_to_keep=1, **options)
+        finally:
+            handle.remove()
+        return hidden[0], outputs.aux_loss
 
     def get_batch_loss_metrics(self, model, batch, train_eval="train"):
         """Compute (loss, metrics under TRL's names)."""
@@ -76,9 +89,8 @@ class LigerORPOTrainer(ORPOTrainer):
         return loss, {f"{prefix}{name}": gather(value.detach()).mean().item() for name, value in metrics.items()}
 
 
-def _check_logits(model, body, ids):
-    """Raise a ValueError unless the logits are the head's product with the last hidden states."""
-    head = model.get_output_embeddings()
+def _check_logits(model, body, head, ids):
+    """Raise a ValueError unless the logits are the head's product with the body's states."""
     devices = [] if ids.device.type == "cpu" else [ids.device]
 
     def run(module):
@@ -94,5 +106,5 @@ def _check_logits(model, body, ids):
     fits = torch.equal(logits.to(product.dtype), product) and all(gradient is not None for gradient in used)
     check(
         fits, "model", type(model).__name__, "one whose logits are its head's product with its last hidden states, "
-        "without a softcap, a scale or LoRA: train another one by trl's ORPOTrainer, after liger_hw.patch",
+        "without a softcap, a scale, LoRA or prompts: train another one by trl's ORPOTrainer, after liger_hw.patch",
     )  # fmt: skip
