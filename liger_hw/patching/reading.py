@@ -504,10 +504,11 @@ def _read_chain(kind, chain, scope, takes_an_entry, code):
 
 def _read_value(value, name, code):
     """Read the functions of a global value, and refuse what the code does not show."""
-    if isinstance(value, types.MethodType):
-        if isinstance(value.__self__, type) and not values.is_known(value.__func__):
-            code.refuse(f"calls the class method {value.__func__.__qualname__}")
-        value = value.__func__
+    if isinstance(value, (types.MethodType, types.BuiltinFunctionType)) and isinstance(value.__self__, type):
+        cls, function = value.__self__, getattr(value, "__func__", value)
+        if not values.is_known(cls) or not values.is_known(function):  # a known one may call others of its class
+            code.refuse(f"calls the class method {cls.__name__}.{function.__name__}")
+    value = value.__func__ if isinstance(value, types.MethodType) else value
     known_name = getattr(value, "__name__", None)
     code.refuse_state(known_name, values.is_known(value))
     if known_name in FACTORIES and values.package(value) == "torch":

@@ -346,7 +346,7 @@ LEFT = {  # class -> words of the reason
     NestedActivation: "its act_fn has children of its own",
     OnGPU: "reads is_cuda of a tensor",
     WritesItsInput: "computes add_, which the op does not",
-    OtherBackward: "gradients",
+    OtherBackward: "calls the class method Straight.apply",
     GuardedNorm: "clamp",
     NoisyNorm: "does not run",
     TensorEps: "a tensor that is no parameter",
