@@ -42,8 +42,8 @@ class FourBits(torch.nn.Linear):
         numbers = (7.5 + 7.5 * blocks / absmax[:, None]).round().to(torch.uint8).view(-1, 2)
         self.weight = Packed(numbers[:, :1] << 4 | numbers[:, 1:], requires_grad=False)
         self.weight.quant_state = SimpleNamespace(
-            quant_type="nf4", absmax=absmax, code=torch.linspace(-1, 1, 16), blocksize=32, state2=None, offset=None,
-            dtype=linear.weight.dtype, shape=linear.weight.shape,
+            quant_type="nf4", absmax=absmax, code=torch.linspace(-1, 1, 16, device=absmax.device), blocksize=32,
+            state2=None, offset=None, dtype=linear.weight.dtype, shape=linear.weight.shape,
         )  # fmt: skip
 
     def forward(self, x):

@@ -204,7 +204,8 @@ class Calls:
 
 
 def test_weights_in_4_bits_are_multiplied_once(groups, backend, device, monkeypatch):
-    wrapped = peft.get_peft_model(in_4_bits(tiny.model("llama", torch.float32)), peft.LoraConfig(target_modules=NAMES))
+    model = in_4_bits(tiny.model("llama", torch.float32).to(device))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=NAMES))
     wrapped.enable_input_require_grads()
     liger_hw.patch(wrapped.to(device).train())
     alone, compute = [], lora.lora_linear
