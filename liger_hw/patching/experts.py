@@ -174,7 +174,7 @@ def match_experts(module):
             return op.reference(*gates.HALVES[split](gate_up), **options | numbers)
 
         constants = read(type(module), ("_apply_gate",)).constants
-        if _prove(original, replacement, 2, module, constants):
+        if _prove(original, replacement, 2, module, constants, tuple(attributes.values())):
             _check_numbers(module, attributes, original, replacement)
             names = {"split": split} | attributes
             return ExpertsMatch.of(
@@ -218,7 +218,7 @@ def _check_numbers(module, attributes, original, replacement):
             raise witnesses.Objection(f"uses its {attributes[role]} otherwise than the op")
 
 
-def _prove(original, replacement, parts, module, constants):
+def _prove(original, replacement, parts, module, constants, roles=()):
     """Tell whether both compute the same.
 
     Args:
@@ -226,7 +226,7 @@ def _prove(original, replacement, parts, module, constants):
     """
     proof = witnesses.Proof(
         original, replacement, probing.case_of(parts * PROBE_INTERMEDIATE), shapes=((PROBE_ROWS,), (1,)),
-        at_width=lambda width: probing.case_of(parts * width)(torch.float32, (3,)),
+        at_width=lambda width: probing.case_of(parts * width)(torch.float32, (3,)), roles=roles,
     )  # fmt: skip
     return proof.holds_for(module, constants)
 

@@ -74,7 +74,8 @@ def match_gated_norm(module):
         def by_op(eps, _, x, gate, weight, form=form):
             return gated_rms_norm.reference(x, gate, weight, eps, group_size=group, **form)
 
-        if Proof(*(functools.partial(function, PROBE_EPS) for function in (with_eps, by_op)), case).holds_for(module):
+        functions = (functools.partial(function, PROBE_EPS) for function in (with_eps, by_op))
+        if Proof(*functions, case, roles=(eps_name,)).holds_for(module):
             check_eps(with_eps, by_op, module, eps_name, case)
             names = {"eps": eps_name, "group": group_name, "weight": weight_name}
             return GatedNormMatch.of(gated_rms_norm, form, names)

@@ -193,7 +193,8 @@ def match_mlp(module):
             def probe(children, training, values=values):
                 parts = module._modules | probe_dropouts | children
                 parts = {name: probing.copy_in_mode(part, training) for name, part in parts.items()}
-                return probing.copy_of(module, {}, parts, training=training, **values)
+                numbers = {} if probing.uses_actual_floats() else values
+                return probing.copy_of(module, {}, parts, training=training, **numbers)
 
             def original(training, x, children, probe=probe):
                 return type(module).forward(probe(children, training), x)
@@ -218,7 +219,8 @@ def match_mlp(module):
 def _confirm(module, original, replacement, probe, names, case):
     """Raise `Objection` unless the op computes the MLP for other rows, sizes and attributes."""
     # in_place=False, as a hook may keep what a projection returned
-    witnesses.Proof(original, replacement, case, in_place=False).confirm(module)
+    roles = tuple(name for name in names.values() if isinstance(name, str))
+    witnesses.Proof(original, replacement, case, in_place=False, roles=roles).confirm(module)
     _check_sizes(original, module, names)
     x, children = case(torch.float32)
     for role, attribute in names.items():
@@ -231,7 +233,9 @@ def _confirm(module, original, replacement, probe, names, case):
                     vars(part)[attribute] = number
                     return part
 
-                if not _agrees_with_number(original, replacement, altered, x, children):
+                with probing.actual_floats():
+                    agrees = _agrees_with_number(original, replacement, altered, x, children)
+                if not agrees:
                     raise witnesses.Objection(f"uses its {attribute} otherwise than the op")
 
 

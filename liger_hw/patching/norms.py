@@ -111,7 +111,9 @@ def check_eps(original, replacement, module, eps_name, case, exact=True):
     for eps, dtype in itertools.product((vars(module)[eps_name], *OTHER_EPS), witnesses.WITNESS_DTYPES):
         x, *rest = case(dtype, (2, 5))
         args = eps, module.training, x * (abs(eps) ** 0.5 or 3), *rest
-        if not probing.agree(original, replacement, [args], exact):
+        with probing.actual_floats():
+            agrees = probing.agree(original, replacement, [args], exact)
+        if not agrees:
             raise witnesses.Objection(f"uses its {eps_name} otherwise than the op")
 
 
@@ -182,7 +184,8 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
     states_width = bool(weight_name or _normalized_width(module))
     at_width = None if states_width else lambda width: probing.case_of(width, weights=1)(torch.float32, (2, 3))
     proof = witnesses.Proof(
-        original, replacement, case, exact, width_is_given=bool(weight_name), at_width=at_width
+        original, replacement, case, exact, width_is_given=bool(weight_name), at_width=at_width,
+        roles=(eps_name,),
     )  # fmt: skip
     proof.confirm(module)
     if type(vars(module).get(eps_name)) is float:
@@ -229,7 +232,7 @@ def _match_layer_norm(module):
             return layer_norm.reference(x, weight + offset, bias, eps)
 
         functions = (functools.partial(function, PROBE_EPS) for function in (with_eps, by_op))
-        if witnesses.Proof(*functions, case, exact=False).holds_for(module):
+        if witnesses.Proof(*functions, case, exact=False, roles=("eps",)).holds_for(module):
             check_eps(with_eps, by_op, module, "eps", case, exact=False)
             return NormMatch.of(layer_norm, {"offset": offset} if offset else {}, names)
     return None

@@ -6,6 +6,7 @@ module, its weights and its device nor any global random generator.
 """
 
 import contextlib
+import contextvars
 import inspect
 import warnings
 
@@ -15,6 +16,7 @@ from liger_hw._torch import TorchDispatchMode, without_global_module_hooks, with
 
 PROBE_DTYPES = (torch.float32, torch.bfloat16)
 VISIBLE = 0.37  # at this value, a float attribute that the forward uses changes the result
+_uses_actual_floats = contextvars.ContextVar("uses_actual_floats", default=False)
 
 
 class OwnGenerator(TorchDispatchMode):
@@ -167,9 +169,25 @@ def generator():
 
 
 def copy_of(module, parameters, modules, **attributes):
-    """Copy `module` with other parameters and children, without hooks, float attributes `VISIBLE`."""
-    floats = dict.fromkeys(float_attributes(module), VISIBLE)
+    """Copy `module` with other parameters and children, without hooks, float attributes `VISIBLE`.
+
+    Within `actual_floats` they keep their values, unless `attributes` has others.
+    """
+    floats = {} if uses_actual_floats() else dict.fromkeys(float_attributes(module), VISIBLE)
     return _shallow_copy(module, floats | {"_parameters": parameters, "_modules": _without_hooks(modules)} | attributes)
+
+
+@contextlib.contextmanager
+def actual_floats():
+    """Let copies keep their float attributes within the block."""
+    token = _uses_actual_floats.set(True)
+    try:
+        yield
+    finally:
+        _uses_actual_floats.reset(token)
+
+
+uses_actual_floats = _uses_actual_floats.get
 
 
 def copy_in_mode(module, training):

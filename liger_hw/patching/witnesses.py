@@ -31,7 +31,14 @@ ORDINARY, LARGE = 3.0, 1e4  # standard deviations of rows
 SHAPES = ((2, 5), (1, 1))  # sequences and tokens
 OTHER_SHAPES = ((), (3,), (2, 1, 3))  # of other numbers of dimensions, which a module may refuse
 MOST_DIMENSIONS = 4  # with those of the columns
-WIDTHS = (8, 136, 1000)  # multiples of 8, of rows whose module states no width, also the next ones above its constants
+MOST_ELEMENTS = 2**18  # of many rows: code may ask in ways that no trace shows, such as by a sum of ones
+WIDTHS = (
+    8,
+    136,
+    1000,
+    4096,
+    32768,
+)  # multiples of 8, of rows whose module states no width, also the next ones above its constants
 WIDEST = 65536
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0)
 MOST_SCALES = 8
@@ -77,15 +84,19 @@ def is_torchs(x):
 
 
 class _Operations(TorchDispatchMode):
-    """List the names of operations that compute, and numbers among their arguments."""
+    """List the names of operations that compute, and numbers among their arguments.
 
-    def __init__(self, leading, in_place=True):
+    Args:
+        shape: of the rows.
+    """
+
+    def __init__(self, shape=(), in_place=True):
         super().__init__()
-        self.leading, self.in_place, self.names, self.numbers = leading, in_place, Counter(), set()
+        self.shape, self.in_place, self.names, self.numbers = shape, in_place, Counter(), set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in ROWS_TAKEN and _takes_rows(name, args, self.leading):
+        if name in ROWS_TAKEN and _takes_rows(name, args, self.shape):
             self.names["a part of the rows"] += 1
         elif (not is_view_operation(func) or operation_schema(func).is_mutable) and name not in COPIES:
             self.names[name.rstrip("_") if self.in_place and not name.startswith("_") else name] += 1
@@ -93,13 +104,23 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _takes_rows(name, args, leading):
-    """Tell whether a view leaves out rows; one along another dimension splits them."""
+def _takes_rows(name, args, rows):
+    """Tell whether a view leaves out rows; one along another dimension splits them.
+
+    Dimensions may have been exchanged or joined, so their sizes tell of which ones they are made.
+
+    Args:
+        rows: the shape of the rows.
+    """
     x, place = args[0], ROWS_TAKEN[name]
     dim = args[place] if len(args) > place else 0
     if name == "slice" and all(value in (*NO_END, 0) for value in args[2:3]) and all(v in NO_END for v in args[3:4]):
         return False
-    return dim % max(x.ndim, 1) < min(leading, x.ndim - 1)
+    dim = dim % max(x.ndim, 1)
+    *leading, cols = rows or (0,)
+    whole = math.prod(leading)
+    has_rows = {size for size in (*leading, whole, whole * cols) if size > 2} - {cols, cols // 2}
+    return dim < min(len(leading), x.ndim - 1) or x.ndim > 0 and x.shape[dim] in has_rows
 
 
 class _Steps(TorchDispatchMode):
@@ -173,6 +194,7 @@ class Proof:
         in_place: the module may compute in place, which no child sees that the op does not call.
         width_is_given: the rows have the width of the module's, which its code may compare.
         at_width: number of columns -> arguments in fp32, where the rows may have any.
+        roles: names of float attributes that the op reads. A module with others is compared with their values, too.
     """
 
     original: object
@@ -185,6 +207,7 @@ class Proof:
     in_place: bool = True
     width_is_given: bool = False
     at_width: object = None
+    roles: tuple = ()
 
     def holds_for(self, module, constants=()):
         """Tell whether the op computes a module: on ordinary rows, then by both witnesses.
@@ -203,8 +226,13 @@ class Proof:
 
     def confirm(self, module, constants=()):
         """Raise `Objection` unless both witnesses agree; arguments as `holds_for`."""
-        if reason := self.objection(constants_of(module) | set(constants)):
+        constants = constants_of(module) | set(constants)
+        if reason := self.objection(constants):
             raise Objection(reason)
+        if others := [name for name in probing.float_attributes(module) if name not in self.roles]:
+            with probing.actual_floats():
+                if reason := self.objection(constants):
+                    raise Objection(f"{reason}, by its {' and '.join(others)}")
 
     def objection(self, constants):
         """Return why the op must not replace code that ordinary rows matched, or None.
@@ -227,6 +255,10 @@ class Proof:
                     runs = probing.outputs(self.original, [(training, *args)]) is not None
                     if runs and not self._agrees(training, args):
                         return f"differs from the op for inputs of {len(shape) + 1} dimensions"
+        *leading, last = self.shapes[0]
+        many = (*leading, last * max(MOST_ELEMENTS // self.case(torch.float32, self.shapes[0])[0].numel(), 1))
+        if not self._agrees(False, self.case(torch.float32, many)):
+            return f"differs from the op for rows of shape {many}"
         for width in _widths(numbers) if self.at_width else ():
             if not self._agrees(False, self.at_width(width), exact=False):  # ends of rows may round otherwise
                 return f"differs from the op for inputs of {width} columns"
@@ -239,7 +271,7 @@ class Proof:
             for shape in self.shapes:
                 args = self.case(dtype, shape)
                 (names, seen), (reference, _) = (
-                    _operations(functools.partial(function, training, *args), args[0].ndim - 1, self.in_place)
+                    _operations(functools.partial(function, training, *args), args[0].shape, self.in_place)
                     for function in (self.original, self.replacement)
                 )
                 if names is None or reference is None:
@@ -323,9 +355,9 @@ def _widths(constants):
     return dict.fromkeys([*WIDTHS, *around])
 
 
-def _operations(function, leading, in_place=True):
+def _operations(function, shape=(), in_place=True):
     """Return a function's operations (None if it fails) and the numbers among their arguments."""
-    operations = _Operations(leading, in_place)
+    operations = _Operations(shape, in_place)
     try:
         probing.run(function, operations)
     except Exception:  # a model's own code may raise any exception
@@ -335,7 +367,7 @@ def _operations(function, leading, in_place=True):
 
 def operations_of(function):
     """Return the names of the operations that a function runs, or None if it fails."""
-    return _operations(function, 0)[0]
+    return _operations(function)[0]
 
 
 def is_mlp_operation(name):
