@@ -49,8 +49,8 @@ class Match:
     def codes(self, original):
         """Return the `Code` of everything that computes a module: methods, children, functions in attributes."""
         functions = dict.fromkeys(f for pin in self.pinned for f in functions_in(pin.value))
-        codes = [add_entries(read(original, self.methods), self.strings), *(read(cls) for _, cls in self.bypassed)]
-        return [*codes, *map(read_function, functions)]
+        codes = read(original, self.methods), *(read(cls) for _, cls in self.bypassed), *map(read_function, functions)
+        return [add_entries(code, self.strings) for code in codes]
 
     def pins(self, original):
         """Return (`Pin`s, names that an attribute of an instance would hide) of the matched code."""

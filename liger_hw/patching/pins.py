@@ -154,9 +154,11 @@ def attribute_pins(module, code, exempt=(), children=()):
     for name, value in vars(module).items():
         if name in exempt or not reads(code.names, name):
             continue
-        if isinstance(value, CONTAINERS) and code.writes_in_place:
+        if isinstance(value, CONTAINERS) and (code.writes_in_place or code.loose & {"add", "sort"}):
             raise Incomparable(f"may write to {name}")
         paths = [chain for chain in code.chains if chain[0] == name]
+        if paths and not is_plain(value) and (name in code.loose or (name,) in code.looked_up):
+            paths += [(name, other) for other in sorted(code.loose) if hasattr(value, other)]
         if is_plain(value) and not isinstance(value, (*FUNCTION_TYPES, enum.Enum)) or not paths:
             paths = [(name,)]
         pins += [_attribute_pin(module, path, children) for path in paths]
@@ -169,6 +171,9 @@ def attribute_pins(module, code, exempt=(), children=()):
     for head, *rest in code.chains:
         if rest and head in module._modules and not _reads_a_tensor(module._modules[head], rest):
             raise Incomparable(f"reads {'.'.join((head, *rest))}")
+        if rest == ["bias"] and head in module._modules:  # a program may set it to None later
+            path, bias = ("_parameters", "get('bias')", "__class__"), module._modules[head].bias
+            pins.append(AttributePin((*children, head), path, type(bias), True))
     for name, child in module._modules.items():
         if child is not None and not children and (read := _reads_of(child, code)):
             raise Incomparable(f"reads {read} of {name}")
@@ -184,17 +189,10 @@ def attribute_pins(module, code, exempt=(), children=()):
 
 def _reads_of(child, code):
     """Return an attribute of a child that code may read under another name, or None."""
-    names = code.attributes - {chain[0] for chain in code.chains}
     classes = [vars(cls) for cls in type(child).__mro__ if cls not in torch.nn.Module.__mro__]
-    members = {*vars(child), *(name for members in classes for name in members)}
-    return next(
-        (
-            name
-            for name in sorted(names & members)
-            if not hasattr(torch.nn.Module, name) and name not in INSTANCE_ATTRIBUTES
-        ),
-        None,
-    )
+    members = {*vars(child), *child._parameters, *child._modules, *(name for members in classes for name in members)}
+    common = {name for name in {*INSTANCE_ATTRIBUTES, *dir(torch.nn.Module)} if name != "training"}
+    return next(iter(sorted((code.loose & members) - common)), None)
 
 
 def _reads_a_tensor(child, names):

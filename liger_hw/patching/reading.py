@@ -31,9 +31,10 @@ UNREADABLE = {  # functions of Python whose effect the code does not show
 }  # fmt: skip
 CHANGES_CONTAINER = {
     "append", "extend", "insert", "popitem", "setdefault", "appendleft", "popleft", "update", "clear", "__setitem__",
-    "__setattr__", "__delattr__", "register_hook", "register_forward_hook", "register_buffer", "register_parameter",
-    "pop", "remove", "discard", "reverse", "setitem", "delitem", "iadd", "iconcat", "ior", "iand", "isub", "imul",
-    "__iadd__", "__ior__", "__iand__", "__isub__", "__imul__", "__delitem__",
+    "__setattr__", "__delattr__", "move_to_end", "difference_update", "intersection_update",
+    "symmetric_difference_update", "subtract", "eval", "train", "pop", "remove", "discard", "reverse", "setitem",
+    "delitem", "iadd", "iconcat", "ior", "iand", "isub", "imul", "__iadd__", "__ior__", "__iand__", "__isub__",
+    "__imul__", "__delitem__",
 }  # fmt: skip
 GLOBAL_STATE = {  # functions of torch whose result a program may change between two calls; also STATE_PREFIXES
     "initial_seed", "device_count", "current_device", "backends", "is_available", "is_initialized", "get_rank",
@@ -41,10 +42,10 @@ GLOBAL_STATE = {  # functions of torch whose result a program may change between
     "saved_tensors_hooks", "load", "save",
     "enable_grad", "set_grad_enabled", "inference_mode",  # under which a result needs a gradient, or is no inference's
 }  # fmt: skip
-STATE_PREFIXES = "is_", "are_", "get_", "_has_", "set_", "use_", "manual_seed", "seed", "memory_", "max_memory_"
+STATE_PREFIXES = "is_", "are_", "get_", "has_", "set_", "use_", "manual_seed", "seed", "memory_", "max_memory_"
 FACTORIES = {  # functions of torch whose results have the default dtype, unless they are told another
     "tensor", "scalar_tensor", "as_tensor", "asarray", "zeros", "ones", "full", "empty", "arange", "linspace",
-    "logspace", "eye", "range", "Tensor",
+    "logspace", "eye", "range", "Tensor", "finfo",
 }  # fmt: skip
 TENSOR_FACTS = {"is_tensor", "is_floating_point", "is_complex"}  # functions that tell of their argument alone
 READS_UNSEEN = {  # attributes by which code reads others without their names
@@ -95,6 +96,7 @@ class Code:
         waiting: those that are still to read.
         pins: the values that they read, apart from the instance's attributes.
         attributes: names of attributes that they read, of any object.
+        loose: those of objects that are neither the first argument nor found by a global name or a cell.
         names: these, and the identifiers among their string constants.
         constants: numbers that they contain.
         registries: dictionaries among the globals, of which the code takes an entry by name: ACT2FN["silu"].
@@ -104,6 +106,8 @@ class Code:
         writes_in_place: they contain an operator such as +=, which may write to a container.
         without_autocast: the replacement runs the own forward under autocast, so that the code may read its state.
         tells_devices: they read an attribute `type` or `index`, or call str().
+        tells_classes: they call isinstance(), issubclass() or type().
+        names_modules: they name a class of modules.
         sets_autocast: they enter torch.autocast, perhaps with enabled=False.
         reason: why a probe cannot show what the methods compute, or None.
     """
@@ -112,6 +116,7 @@ class Code:
     waiting: list = field(default_factory=list)
     pins: list = field(default_factory=list)
     attributes: set = field(default_factory=set)
+    loose: set = field(default_factory=set)
     names: set = field(default_factory=set)
     constants: set = field(default_factory=set)
     registries: list = field(default_factory=list)
@@ -122,16 +127,19 @@ class Code:
     without_autocast: bool = False
     sets_autocast: bool = False
     tells_devices: bool = False
+    tells_classes: bool = False
+    names_modules: bool = False
     reason: str | None = None
 
     def include(self, further):
         """Add what other code reads, and why it shows too little."""
         self.pins += further.pins
-        self.refuse(further.reason)
+        self.refuse(further.reason or further.registries and "reads a registry in a class that it takes" or None)
 
     def refuse_state(self, name, is_torchs=False):
         """Refuse to read the state `name` of the program."""
-        tells = is_torchs and str(name).startswith(STATE_PREFIXES) and name not in TENSOR_FACTS
+        public = str(name).lstrip("_")
+        tells = is_torchs and public.startswith(STATE_PREFIXES) and public not in TENSOR_FACTS
         if (tells or name in GLOBAL_STATE) and not (self.without_autocast and "autocast" in name):
             self.refuse(f"calls {name}()")
 
@@ -251,6 +259,8 @@ def _read_functions(code, cls=None, methods=()):
     for function in code.functions:  # also by another name, such as a parameter
         for name in vars(function).keys() & code.attributes:
             code.refuse(f"reads the attribute {name!r} of the function {function.__name__}")
+    if code.tells_classes and code.names_modules:
+        code.refuse("tells classes of modules apart")
     if "device" in code.attributes and code.tells_devices and not code.without_autocast:
         code.refuse("reads the type of a device")
     attributes_read.update(code.attributes)
@@ -268,9 +278,9 @@ def _read_class_attribute(cls, name, code):
     value = inspect.getattr_static(cls, name, values.MISSING)
     if value is values.MISSING:
         return
-    if isinstance(value, staticmethod):
+    if type(value) is staticmethod:
         value = value.__func__
-    if isinstance(value, property):
+    if type(value) is property:
         if not isinstance(value.fget, types.FunctionType):
             code.refuse(f"reads the property {name!r}, which is no function of Python")
         code.waiting += [f for f in (value.fget,) if f is not None and not values.is_known(f)]
@@ -374,7 +384,7 @@ def _read_instructions(instructions, scope, code):
             attribute = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
             code.attributes.add(attribute)
             code.names.add(attribute)
-            if attribute in CHANGES_CONTAINER:
+            if attribute in CHANGES_CONTAINER or attribute.startswith("register_"):
                 code.refuse(f"calls {attribute}()")
             if attribute in READS_UNSEEN:
                 code.refuse(f"reads {attribute}")
@@ -382,6 +392,7 @@ def _read_instructions(instructions, scope, code):
             holds_a_device |= attribute == "device"
             is_called = name == "LOAD_METHOD" or "NULL" in instruction.argrepr  # x.type(dtype)
             code.tells_devices |= attribute in ("type", "index") and not is_called
+            code.loose.update(() if kind else [attribute])
             chain.append(attribute)
             continue
         if kind == "self":
@@ -469,7 +480,11 @@ def _read_chain(kind, chain, scope, takes_an_entry, code):
             code.refuse(f"calls {name}()")
         code.names.update({"super"} & {name})
         code.tells_devices |= name == "str"
-        code.pins += [Pin(namespace, name, values.MISSING), Pin(vars(builtins), name, getattr(builtins, name))]
+        code.tells_classes |= name in ("isinstance", "issubclass", "type")
+        value = getattr(builtins, name)
+        if not values.is_known(value):
+            code.refuse(f"calls {name}, which a program gave to Python's builtins")
+        code.pins += [Pin(namespace, name, values.MISSING), Pin(vars(builtins), name, value)]
         return
     else:
         code.pins.append(Pin(namespace, name, values.MISSING))
@@ -482,6 +497,8 @@ def _read_chain(kind, chain, scope, takes_an_entry, code):
     for attribute in attributes:
         is_known_function = isinstance(value, types.FunctionType) and values.is_known(value)
         if not isinstance(value, (types.ModuleType, type)) and not is_known_function:
+            if pin not in code.pins:
+                code.pins.append(pin)
             break
         if attribute in ("__class__", "__name__", "__module__", "__qualname__"):
             return
@@ -494,10 +511,11 @@ def _read_chain(kind, chain, scope, takes_an_entry, code):
         if value is values.MISSING or isinstance(value, types.MethodType) and not values.is_known(value.__func__):
             break
         pin = Pin(owner, attribute, value)
-        if isinstance(value, types.ModuleType) and not values.is_known_module(owner):
+        if isinstance(value, (types.ModuleType, type)) and not is_torchs:
             code.pins.append(pin)
     else:
-        if len(attributes) and not isinstance(pin.value, (types.ModuleType, torch.dtype, types.MethodType)):
+        is_dtype = isinstance(pin.value, torch.dtype) and pin.owner is torch
+        if attributes and not is_dtype and not isinstance(pin.value, (types.ModuleType, types.MethodType)):
             code.pins.append(pin)
     _read_value(value, name, code)
 
@@ -508,6 +526,8 @@ def _read_value(value, name, code):
         cls, function = value.__self__, getattr(value, "__func__", value)
         if not values.is_known(cls) or not values.is_known(function):  # a known one may call others of its class
             code.refuse(f"calls the class method {cls.__name__}.{function.__name__}")
+    elif isinstance(value, types.MethodType):
+        code.refuse(f"calls {name}, a method of an object whose contents may change")
     value = value.__func__ if isinstance(value, types.MethodType) else value
     known_name = getattr(value, "__name__", None)
     code.refuse_state(known_name, values.is_known(value))
@@ -527,6 +547,7 @@ def _read_value(value, name, code):
         code.refuse(f"calls the operation {value}, which torch does not define")
     elif isinstance(value, type):
         code.sets_autocast |= issubclass(value, torch.autocast)
+        code.names_modules |= issubclass(value, torch.nn.Module) and name != "__class__"
         if issubclass(value, torch.autograd.Function) and not values.is_known(value):
             code.refuse(f"calls the autograd function {value.__name__}")
         elif not (values.is_known(value) or value is nullcontext or name == "__class__"):  # a cell for super()

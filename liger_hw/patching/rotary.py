@@ -1,6 +1,7 @@
 """Copy methods that call a rotary function, so that they call the op `rope`."""
 
 import functools
+import types
 
 import torch
 from torch.compiler import is_compiling
@@ -108,6 +109,8 @@ def find_rotation(function):
     if not hasattr(getattr(function, "__func__", function), "__code__"):
         return None, NO_ROTATION
     code = read_function(function)
+    if isinstance(function, types.MethodType) or code.registries:
+        code.refuse("reads an object whose contents may change")
     if code.reason:
         return None, f"{{}} {code.reason}"
     rotation = prove_rotation(function, agree)

@@ -26,6 +26,10 @@ GENERATED = {  # members of a class by which it does not compute when code reads
     "__init__", "__post_init__", "__repr__", "__str__", "__new__", "__slotnames__", "__getstate__", "__setstate__",
     "__replace__",
 }  # fmt: skip
+WRITTEN_BY_PYTHON = {  # methods of dataclasses and named tuples; a notebook's file may begin with "<", too
+    *GENERATED, "__eq__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__setattr__", "__delattr__", "_make",
+    "_replace", "_asdict", "__getnewargs__",
+}  # fmt: skip
 TRUSTED = ("torch", "transformers", "numpy", "liger_hw")  # packages whose properties of configurations change nothing
 HEAP_TYPE = 1 << 9  # flag of classes that code defines, unlike most of Python's: Py_TPFLAGS_HEAPTYPE
 DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
@@ -84,7 +88,14 @@ def may_compute(value):
         return False
     if isinstance(value, (int, float, complex, str, bytes, tuple, frozenset)) and getattr(value, "__dict__", None):
         return not isinstance(value, enum.Enum) or not vars(value).keys() <= ENUM_ATTRIBUTES
-    return any(_computes(base) for base in cls.__mro__)
+    return any(_computes(base) or _holds_values(base) for base in cls.__mro__)
+
+
+def _holds_values(cls):
+    """Tell whether a program's class of numbers or strings has attributes, which it may change."""
+    if not issubclass(cls, (int, float, complex, str, bytes)) or issubclass(cls, enum.Enum) or not is_model_class(cls):
+        return False
+    return any(not name.startswith("_") and not hasattr(type(member), "__get__") for name, member in vars(cls).items())
 
 
 def computes(value, name):
@@ -121,11 +132,11 @@ def _computes(cls):
 
 def _is_generated(function):
     """Tell whether dataclasses, namedtuple or enum made a method."""
-    return isinstance(function, types.FunctionType) and (
-        function.__code__.co_filename.startswith("<")
-        and function.__name__ == function.__code__.co_name
-        or is_known(function)
-    )
+    if not isinstance(function, types.FunctionType):
+        return False
+    name = function.__name__
+    is_written = function.__code__.co_filename.startswith("<") and name == function.__code__.co_name
+    return is_written and name in WRITTEN_BY_PYTHON or is_known(function)
 
 
 def content(cell):
@@ -151,9 +162,19 @@ def package(value):
     if name is None:
         owner = getattr(value, "__self__", None) or getattr(value, "__objclass__", None)
         name = owner.__name__ if isinstance(owner, (types.ModuleType, type)) else "builtins"
-    if name == "builtins" and isinstance(value, type) and value.__flags__ & HEAP_TYPE:
-        name = ""  # a class of code that ran by exec
+    if isinstance(value, type) and value.__flags__ & HEAP_TYPE and not _is_held(value, str(name)):
+        name = ""  # a class of code that ran by exec, or that a function of Python made
     return str(name).partition(".")[0]
+
+
+def _is_held(cls, module):
+    """Tell whether a class that names one of Python's modules is there."""
+    if module.partition(".")[0] not in {"builtins", *KNOWN_LIBRARY}:
+        return True
+    holder = sys.modules.get(module)
+    for name in cls.__qualname__.split("."):
+        holder = getattr(holder, name, None)
+    return holder is cls and module != "builtins"
 
 
 def is_known_library(value):

@@ -1,6 +1,7 @@
 """Check that `patch` leaves modules that equal an op on ordinary rows only."""
 
 import copy
+import types
 
 import pytest
 import tiny
@@ -194,10 +195,26 @@ class Factors:
         return cls.one
 
 
+class Held:
+    one = 1.0
+
+    def factor(self):
+        return self.one
+
+
+HELD = Held()
+FACTOR = HELD.factor
+
+
+class Doubled(property):
+    def __get__(self, holder, owner=None):
+        return 2 * super().__get__(holder, owner)
+
+
 def other(name, factor, base=MLP):
     """Return a class whose result has a factor, the value of an expression."""
     source = f"lambda self, x: self.down_proj(self.product(x) * ({factor}))"
-    return type(name, (base,), {"forward": eval(source, globals())})
+    return type(name, (base,), {"forward": eval(source, globals()), "doubled": Doubled(lambda self: 0.5)})
 
 
 STATE = {  # an expression in a forward -> words of the reason
@@ -214,6 +231,17 @@ STATE = {  # an expression in a forward -> words of the reason
     "0.5 if torch.is_inference_mode_enabled() else 1.0": "calls is_inference_mode_enabled()",
     "0.5 if torch.is_autocast_enabled('cpu') else 1.0": "calls is_autocast_enabled()",
     "0.5 if torch.backends.cudnn.benchmark else 1.0": "calls backends()",
+    "HELD.factor()": "reads the global 'HELD', whose contents may change",
+    "FACTOR()": "calls FACTOR, a method of an object whose contents may change",
+    "1.0 + (x.float().pow(0).sum() * 1e-4) ** 8": "differs from the op for rows of shape (2, ",
+    "2.0 if torch._C._get_deterministic_algorithms() else 1.0": "calls _get_deterministic_algorithms()",
+    "(lambda m: 1.0 if m.training else 2.0)(self.down_proj)": "reads training of ",
+    "2.0 if isinstance(self.down_proj, nn.Conv1d) else 1.0": "tells classes of modules apart",
+    "[1.0, self.register_forward_hook(print)][0]": "calls register_forward_hook()",
+    "[1.0, self.eval()][0]": "calls eval()",
+    "1.0 + 0 * x.flatten()[5:].sum()": "computes a part of the rows",
+    "1.0 + 0 * x.mT[..., 1:].sum()": "computes a part of the rows",
+    "self.doubled": "reads the class attribute 'doubled', whose contents may change",
     "scaled(1.0)": "has a default argument in scaled() whose contents may change",
     "flagged.flag": "reads the attribute 'flag' of the function flagged",
     "(lambda f: f.flag)(flagged)": "reads the attribute 'flag' of the function flagged",
@@ -374,6 +402,52 @@ def test_modules_that_read_other_state_are_left(factor):
     summary = liger_hw.patch(other("OtherMLP", factor)())
     (reason,) = [reason for _, reason in summary.left]
     assert STATE[factor] in reason or "calls" in STATE[factor] and reason == NO_OP
+
+
+class Boosted(MLP):
+    """A factor from a threshold of a float attribute on, which a probe's value does not reach."""
+
+    boost = 0.5
+
+    def forward(self, x):
+        return self.down_proj(self.product(x)) * (2.0 if self.boost > 0.5 else 1.0)
+
+
+class BoostedNorm(Norm):
+    def forward(self, x):
+        return super().forward(x) * (2.0 if self.boost > 0.5 else 1.0)
+
+
+@pytest.mark.parametrize("cls", [Boosted, BoostedNorm])
+@pytest.mark.parametrize("boost", [0.2, 0.7])
+def test_float_attributes_are_compared_with_their_values(cls, boost):
+    module = cls()
+    module.boost = boost
+    summary = liger_hw.patch(nn.Sequential(module))
+    assert len(summary.replaced) == (boost == 0.2)
+    assert boost == 0.2 or [reason.endswith("by its boost") for _, reason in summary.left] == [True]
+
+
+SETTINGS = types.ModuleType("settings")
+SETTINGS.MODE, SETTINGS.FACTORS, SETTINGS.DTYPE, SETTINGS.Kept = "single", (1.0, 2.0), torch.float32, Held
+
+
+@pytest.mark.parametrize(
+    "factor, name, value",
+    [
+        ("2.0 if SETTINGS.MODE.startswith('double') else 1.0", "MODE", "double"),
+        ("1.0 + SETTINGS.FACTORS.index(1.0)", "FACTORS", (2.0, 1.0)),
+        ("torch.ones((), dtype=SETTINGS.DTYPE).itemsize / 4", "DTYPE", torch.float64),
+        ("SETTINGS.Kept.one", "Kept", type("Kept", (), {"one": 2.0})),
+    ],
+)
+def test_settings_of_a_module_that_change_later(factor, name, value, monkeypatch):
+    plain, x = nn.Sequential(other("SetMLP", factor)()), torch.randn(2, 5, 32)
+    patched = copy.deepcopy(plain)
+    liger_hw.patch(patched)
+    torch.testing.assert_close(patched(x), plain(x))
+    monkeypatch.setattr(SETTINGS, name, value)
+    torch.testing.assert_close(patched(x), plain(x))
 
 
 def test_a_class_with_getattr_of_its_own_is_left():
