@@ -4,6 +4,8 @@ import torch
 
 from liger_hw._torch import is_view_operation, operation_schema, written_arguments
 
+WITHOUT_DRAWS = {"aten", "prims", "liger_hw"}  # namespaces whose operations have a tag if they draw random numbers
+
 FREE, NUMBERED, MUTATES = "free", "numbered", "mutates"
 _kinds = {}  # operation -> its kind, as far as the operation alone decides
 
@@ -58,10 +60,21 @@ def written(operation, args, kwargs):
 
 
 def random_state(operation, device):
-    """Return the random generator's state if `operation` may draw, else None."""
-    if torch.Tag.nondeterministic_seeded not in operation.tags:
+    """Return the states of the random generators if `operation` may draw, else None."""
+    is_tagged = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+    if not is_tagged and getattr(operation, "namespace", "") in WITHOUT_DRAWS:
         return None
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return torch.cat(states)
+
+
+def communicates(operation):
+    """Tell whether ranks run an operation together."""
+    namespace, schema = getattr(operation, "namespace", ""), getattr(operation, "_schema", None)
+    named = schema is not None and any(argument.name == "group_name" for argument in schema.arguments)
+    return named or "c10d" in namespace or namespace == "symm_mem"
 
 
 def memory_of(x) -> int:

@@ -161,7 +161,7 @@ class LayerRecorder(ForwardMode):
         end = self.clock.now() if kind is not operations.FREE else None
         if kind is operations.MUTATES:
             self.others.append((start, end))
-        self.call.collective |= "c10d" in getattr(operation, "namespace", "")
+        self.call.collective |= operations.communicates(operation)
         inputs = {operations.memory_of(x) for x in operations.tensors_in([*args, *kwargs.values()]) if has_memory(x)}
         outputs = [x for x in operations.tensors_in(results) if not is_plain(x) or x.numel()]
         memory = {operations.memory_of(x): x.untyped_storage().nbytes() for x in outputs if is_plain(x)}
