@@ -112,6 +112,7 @@ class Activations:
         self.device, self.budget, self.host_bytes = None, bytes_of(budget, device), host_bytes
         self.phase, self.plan, self.current, self.pcie_bandwidth = Phase.WARM_UP, None, None, None
         self.tokens, self.passes_under_plan, self.large_inputs = 0, 0, False
+        self.input_bytes, self.has_grown = {}, False  # of each layer: a decoder's grow without its encoder's
         self.measured, self.rejected, self.rejects_anew = Measurements(), {}, False
         self.layers, self.former = layers, []
         self.hooks = [hook for layer in layers for hook in hooks_of(layer)]
@@ -184,6 +185,9 @@ class Activations:
         current, index = self.current, len(self.current.layers)
         current.layers.append(layer)
         current.inputs.append(hidden.nbytes)
+        largest = self.input_bytes.setdefault(index, hidden.nbytes)
+        self.input_bytes[index] = max(hidden.nbytes, largest)
+        self.has_grown |= hidden.nbytes > largest
         prepare = self._measured_call if current.phase.precedes_plan else self._planned_call
         frame, contexts = prepare(current, index, hidden, args, runs_hooks(function, layer))
         if contexts is not None:
@@ -208,12 +212,12 @@ class Activations:
     def _planned_call(self, current, index, hidden, args, hooked):
         """Return the frame of a layer under the plan, and the contexts of its checkpointing.
 
-        The contexts are None for a layer without checkpointing. Without a plan, and where the program calls other
-        layers than were planned for, a layer keeps nothing.
+        The contexts are None for a layer without checkpointing. Without a plan, where the program calls other layers
+        than were planned for, and where one has a larger input, a layer keeps nothing.
         """
         layer = current.layers[index]
         planned = self.plan.layers[index] if self.plan is not None and index < len(self.plan.layers) else None
-        if planned is None or planned.layer is not layer or planned.choice.actions == ():
+        if planned is None or planned.layer is not layer or planned.choice.actions == () or self.has_grown:
             return Frame({}, self.transfers), checkpoint.noop_context_fn
         if planned.choice.actions is None:
             return Frame({}, self.transfers), None
@@ -260,8 +264,10 @@ class Activations:
         timed = self.measured.timelines.get(kind)
         watches = not self.phase.is_final or timed is None or self.passes_under_plan < WATCHED
         base = self.memory.allocated() if watches else 0
-        more_tokens, self.tokens = hidden.numel() > self.tokens, max(hidden.numel(), self.tokens)
+        more_tokens = hidden.numel() > self.tokens or self.has_grown
+        self.tokens, self.has_grown = max(hidden.numel(), self.tokens), False
         if more_tokens and self.phase is not Phase.STOPPED:
+            self.input_bytes = {}
             if self.measured.calls:
                 logger.info("liger_hw.activations: more tokens than were planned for, so it measures again")
                 self.phase, self.plan, self.measured = Phase.WARM_UP, None, Measurements()

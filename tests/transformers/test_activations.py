@@ -759,6 +759,48 @@ def test_an_operation_that_begins_to_draw_random_numbers():
         assert_same_bits(*results)
 
 
+@torch.library.custom_op("liger_test::masked", mutates_args=())
+def masked(x: torch.Tensor) -> torch.Tensor:
+    """Draw random numbers without a tag that says so, as packages of attention may."""
+    return (torch.rand_like(x) > 0.5).to(x.dtype)
+
+
+class Masked(Layer):
+    def forward(self, x):
+        y = self.up(x)
+        y = y * masked(y.detach())
+        return x + self.down(torch.nn.functional.dropout(y * y.sigmoid(), 0.1))
+
+
+def test_a_programs_operation_that_draws_random_numbers():
+    torch.manual_seed(0)
+    model = Stack()
+    model.layers = torch.nn.ModuleList(Masked() for _ in range(3))
+    plain = copy.deepcopy(model)
+    liger_hw.activations(model, 3 * 3 * RESULT, 0)
+    for number in range(7):
+        results = []
+        for each in (model, plain):
+            torch.manual_seed(number)
+            results.append(step(each))
+        assert_same_bits(*results)
+
+
+def test_more_tokens_of_later_layers_are_measured_anew():
+    """A decoder's, while its encoder's stay."""
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=50, use_cache=False,
+        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).train()
+    activations, ids = liger_hw.activations(model, 60_000, 0), torch.randint(2, 50, (2, 16))
+    for number, length in enumerate([4] * 7 + [200] * 5 + [100]):
+        model.zero_grad()
+        model(input_ids=ids, labels=torch.randint(2, 50, (2, length))).loss.backward()
+        assert (activations.plan is None) == (number < 3 or 8 <= number < 11), number
+    assert activations.plan.layers[-1].record.input_bytes == 2 * 200 * 32 * 4
+
+
 def test_another_default_device(stack):
     expected = step(stack)
     activations = liger_hw.activations(stack, 3 * 2 * RESULT, 2**24)
