@@ -325,6 +325,7 @@ def policy_loss(
         "chunk_memory": chunk_memory, "logits_dtype": logits_dtype, "invariant": invariant,
         "counted_rows": counted_rows, "accum_dtype": accum_dtype,
     }  # fmt: skip
+    num_items = num_items.reshape(()) if torch.is_tensor(num_items) else num_items
     batch = Batch.of(tokens, mask, advantages, old_log_probs, ref_log_probs, vllm_is_ratio)
     check_head(x, weight)
     check_labels("tokens", batch.tokens, len(weight), MASKED)

@@ -103,6 +103,7 @@ VARIANTS = [
     {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.0},
     {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"loss_type": "dr_grpo", "max_completion_length": 9, "delta": 1.1, "epsilon_high": 0.4},
+    {"loss_type": "dapo", "num_items": torch.tensor([[[11.0]]], dtype=torch.float64)},
     {"loss_type": "dapo", "num_items": 11, "kl_estimator": "k1", "use_bias_correction_kl": True, "entropy_coef": 0.1},
     {"loss_type": "bnpo", "kl_estimator": "k2", "temperature": 0.7, "old_log_probs": None},
     {"loss_type": "ppo", "importance_sampling_level": "sequence", "use_bias_correction_kl": True, "entropy_coef": 0.1},
