@@ -34,7 +34,7 @@ from collections.abc import Sequence
 import torch
 
 from liger_hw._torch import backward_keeps_graph, is_plain, saved_tensors_are_kept
-from liger_hw.checks import check
+from liger_hw.checks import check, refuse
 from liger_hw.dispatch import Cost, differentiable, op
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, gated, glu
 from liger_hw.kernels.moe.expert_glu import expert_glu_backward_in_place
@@ -70,8 +70,8 @@ def _validate(x, gate_up_proj, down_proj, top_k_index, top_k_weights, activation
     check_known("activation", activation, ACTIVATIONS)
     for name, lora, weights in (("gate_up_lora", gate_up_lora, gate_up_proj), ("down_lora", down_lora, down_proj)):
         if lora is not None:
-            fits = len(lora) == 2 and lora[0].ndim == 3 and lora[0].shape[1] > 0
-            check(fits, name, lora, "a pair (A, B) of rank 1 or more")
+            if len(lora) != 2 or lora[0].ndim != 3 or lora[0].shape[1] == 0:
+                refuse(name, f"shapes {[tuple(x.shape) for x in lora]}", "a pair (A, B) of rank 1 or more")
             (number, outputs, inputs), (a, b) = weights.shape, lora
             for factor, shape in ((a, (number, a.shape[1], inputs)), (b, (number, outputs, a.shape[1]))):
                 fits = factor.shape == shape and (factor.dtype, factor.device) == here
