@@ -72,9 +72,10 @@ def random_state(operation, device):
 
 def communicates(operation):
     """Tell whether ranks run an operation together."""
-    namespace, schema = getattr(operation, "namespace", ""), getattr(operation, "_schema", None)
-    named = schema is not None and any(argument.name == "group_name" for argument in schema.arguments)
-    return named or "c10d" in namespace or namespace == "symm_mem"
+    if "c10d" in (namespace := getattr(operation, "namespace", "")) or namespace == "symm_mem":
+        return True
+    schema = None if namespace in WITHOUT_DRAWS else operation_schema(operation)
+    return schema is not None and any(argument.name == "group_name" for argument in schema.arguments)
 
 
 def memory_of(x) -> int:
