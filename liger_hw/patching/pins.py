@@ -399,13 +399,16 @@ def _described(value):
         return f"{value.__module__}.{value.__qualname__} {_described_code(value.__code__)}"
     if isinstance(value, property):
         return f"property {_described(value.fget)}"
+    if isinstance(value, (tuple, frozenset)):
+        texts = [_described(item) for item in value]
+        return f"{type(value).__name__} {texts if isinstance(value, tuple) else sorted(texts)}"
     if isinstance(value, COMPARABLE) and not isinstance(value, (type, types.BuiltinFunctionType)):
         return repr(value)
     return f"{type(value).__name__} {getattr(value, '__name__', '')}"
 
 
 def _described_code(code):
-    constants = [_described_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    constants = [_described_code(c) if isinstance(c, types.CodeType) else _described(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 

@@ -402,17 +402,33 @@ def test_deeply_nested_attributes_are_no_obstacle():
     assert liger_hw.patch(nn.Sequential(module)).replaced
 
 
+def times(y, factor=1.0):
+    return y * factor
+
+
 class RemoteNorm(Norm):
-    pass
+    FACTORS = (1.0,)
+
+    def forward(self, x):
+        return times(super().forward(x)) * self.FACTORS[0]
 
 
-def test_a_pickle_of_code_that_changed_comes_back_unpatched(monkeypatch):
+@pytest.mark.parametrize(
+    "owner, name, value",
+    [
+        (RemoteNorm, "forward", lambda self, x: Norm.forward(self, x) / 2),
+        (RemoteNorm, "FACTORS", (2.0,)),
+        (times, "__defaults__", (2.0,)),
+    ],
+    ids=["forward", "FACTORS", "default"],
+)
+def test_a_pickle_of_code_that_changed_comes_back_unpatched(owner, name, value, monkeypatch):
     _, patched = pair(RemoteNorm())
     stored = pickle.dumps(patched)
     assert swapping.is_swapped(pickle.loads(stored)[0])
     del patched
     gc.collect()
-    monkeypatch.setattr(RemoteNorm, "forward", half(RemoteNorm.forward))
+    monkeypatch.setattr(owner, name, value)
     loaded = pickle.loads(stored)
     assert not swapping.is_swapped(loaded[0])
 
