@@ -160,10 +160,11 @@ class LoraHeadMatch(Match):
         def forward(self, x, *args, **kwargs):
             armed_forward = _armed_forward(self)
             if armed_forward is None or args or kwargs or not _is_one_product(self, x) or not unchanged(self):
-                if self.disable_adapters or self.merged or not _adapters(self):
+                entry = self.base_layer.__dict__.get(_entry_name())
+                is_armed = entry is not None and entry[1] is not None
+                if not is_armed or self.disable_adapters or self.merged or not _adapters(self):
                     return original.forward(self, x, *args, **kwargs)
-                model, *_ = self.base_layer.__dict__.get(_entry_name(), (None,))
-                with heads_armed(model, [self.base_layer], None):  # peft may write to a part of its logits
+                with heads_armed(entry[0], [self.base_layer], None):  # peft may write to a part of its logits
                     return original.forward(self, x, *args, **kwargs)
             hidden, weight = [x], [self.base_layer.weight]
             for name in _adapters(self):

@@ -122,6 +122,15 @@ def test_an_adapter_of_the_head_that_writes_to_a_part_of_its_logits():
     tiny.assert_learns_alike(*pair_with_head(alora_invocation_tokens=[5]), fused=False, **inputs)
 
 
+def test_a_compiled_model_with_an_adapted_head_evaluates():
+    plain, patched = pair_with_head(lora_dropout=0.0)
+    compiled = torch.compile(patched, backend="eager")
+    inputs = tiny.tokens()
+    compiled(**inputs, use_cache=False).loss.backward()
+    del inputs["labels"]
+    torch.testing.assert_close(compiled(**inputs, use_cache=False).logits, plain(**inputs, use_cache=False).logits)
+
+
 def test_few_rows_compute_their_logits():
     """A copy of the weight would take more memory."""
     tiny.assert_learns_alike(*pair_with_head(), fused=False, **tiny.tokens(batch=1, length=9))
