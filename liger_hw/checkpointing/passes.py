@@ -112,7 +112,8 @@ class Activations:
         self.device, self.budget, self.host_bytes = None, bytes_of(budget, device), host_bytes
         self.phase, self.plan, self.current, self.pcie_bandwidth = Phase.WARM_UP, None, None, None
         self.tokens, self.passes_under_plan, self.large_inputs = 0, 0, False
-        self.input_bytes, self.has_grown = {}, False  # of each layer: a decoder's grow without its encoder's
+        # the most values of each layer's input: a decoder's grow without its encoder's
+        self.sizes, self.has_grown, self.measures_anew = {}, False, False
         self.measured, self.rejected, self.rejects_anew = Measurements(), {}, False
         self.layers, self.former = layers, []
         self.hooks = [hook for layer in layers for hook in hooks_of(layer)]
@@ -185,9 +186,10 @@ class Activations:
         current, index = self.current, len(self.current.layers)
         current.layers.append(layer)
         current.inputs.append(hidden.nbytes)
-        largest = self.input_bytes.setdefault(index, hidden.nbytes)
-        self.input_bytes[index] = max(hidden.nbytes, largest)
-        self.has_grown |= hidden.nbytes > largest
+        current.sizes.append(hidden.numel())
+        largest = self.sizes.setdefault(index, hidden.numel())
+        self.sizes[index] = max(hidden.numel(), largest)
+        self.has_grown |= hidden.numel() > largest and not self.measures_anew
         prepare = self._measured_call if current.phase.precedes_plan else self._planned_call
         frame, contexts = prepare(current, index, hidden, args, runs_hooks(function, layer))
         if contexts is not None:
@@ -265,9 +267,9 @@ class Activations:
         watches = not self.phase.is_final or timed is None or self.passes_under_plan < WATCHED
         base = self.memory.allocated() if watches else 0
         more_tokens = hidden.numel() > self.tokens or self.has_grown
-        self.tokens, self.has_grown = max(hidden.numel(), self.tokens), False
+        self.tokens, self.has_grown, self.measures_anew = max(hidden.numel(), self.tokens), False, False
         if more_tokens and self.phase is not Phase.STOPPED:
-            self.input_bytes = {}
+            self.measures_anew = True
             if self.measured.calls:
                 logger.info("liger_hw.activations: more tokens than were planned for, so it measures again")
                 self.phase, self.plan, self.measured = Phase.WARM_UP, None, Measurements()
@@ -300,7 +302,7 @@ class Activations:
             if self.memory.failures() > self.failures:
                 self._give_up()
             return  # the next pass repeats the phase
-        scale = self.tokens / done.tokens
+        scale = max(self.sizes[index] / size for index, size in enumerate(done.sizes) if size)
         if done.phase is Phase.WARM_UP:
             self.phase = Phase.RECORD
         elif done.phase is Phase.RECORD:

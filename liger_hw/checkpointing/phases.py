@@ -53,7 +53,7 @@ class Pass:
         offloads_inputs: of its layers, except of the last.
         start, end: points of time.
         layers: called so far.
-        inputs: bytes of the hidden states that enter each of them.
+        inputs, sizes: bytes and numbers of values of the hidden states that enter each of them.
         recorders: of the layers.
         peaks: number of layers that were still to go backward -> peak bytes in that part; that of the forward last.
         frame: of the layer called last, or None.
@@ -68,6 +68,7 @@ class Pass:
     end: object = None
     layers: list = field(default_factory=list)
     inputs: list = field(default_factory=list)
+    sizes: list = field(default_factory=list)
     recorders: list = field(default_factory=list)
     peaks: dict = field(default_factory=dict)
     frame: object = None

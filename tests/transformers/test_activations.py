@@ -801,6 +801,20 @@ def test_more_tokens_of_later_layers_are_measured_anew():
     assert activations.plan.layers[-1].record.input_bytes == 2 * 200 * 32 * 4
 
 
+def test_a_decoder_of_any_length_keeps_its_plan():
+    """Once its longest texts were measured, shorter ones do not count as growth."""
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=50, use_cache=False,
+        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config).train()
+    activations = liger_hw.activations(model, 10**9, 0)
+    for number, (length, decoded) in enumerate([(16, 30)] + [(16, 4), (12, 20), (16, 30), (8, 10)] * 4):
+        ids = torch.randint(2, 50, (2, length))
+        model(input_ids=ids, labels=torch.randint(2, 50, (2, decoded))).loss.backward()
+        assert (activations.plan is None) == (number < 3), number
+
+
 def test_another_default_device(stack):
     expected = step(stack)
     activations = liger_hw.activations(stack, 3 * 2 * RESULT, 2**24)
