@@ -154,7 +154,8 @@ def attribute_pins(module, code, exempt=(), children=()):
     for name, value in vars(module).items():
         if name in exempt or not reads(code.names, name):
             continue
-        if isinstance(value, CONTAINERS) and (code.writes_in_place or code.loose & {"add", "sort"}):
+        changes = any(hasattr(value, method) for method in code.loose & {"add", "sort"})
+        if isinstance(value, CONTAINERS) and (code.writes_in_place or changes):
             raise Incomparable(f"may write to {name}")
         paths = [chain for chain in code.chains if chain[0] == name]
         if paths and not is_plain(value) and (name in code.loose or (name,) in code.looked_up):
@@ -172,8 +173,7 @@ def attribute_pins(module, code, exempt=(), children=()):
         if rest and head in module._modules and not _reads_a_tensor(module._modules[head], rest):
             raise Incomparable(f"reads {'.'.join((head, *rest))}")
         if rest == ["bias"] and head in module._modules:  # a program may set it to None later
-            path, bias = ("_parameters", "get('bias')", "__class__"), module._modules[head].bias
-            pins.append(AttributePin((*children, head), path, type(bias), True))
+            pins.append(AttributePin((*children, head), ("_parameters", "get('bias')", "ndim"), 1, True))
     for name, child in module._modules.items():
         if child is not None and not children and (read := _reads_of(child, code)):
             raise Incomparable(f"reads {read} of {name}")
@@ -190,7 +190,8 @@ def attribute_pins(module, code, exempt=(), children=()):
 def _reads_of(child, code):
     """Return an attribute of a child that code may read under another name, or None."""
     classes = [vars(cls) for cls in type(child).__mro__ if cls not in torch.nn.Module.__mro__]
-    members = {*vars(child), *child._parameters, *child._modules, *(name for members in classes for name in members)}
+    members = {*vars(child), *(child._parameters.keys() - {"weight"}), *child._modules}
+    members.update(name for names in classes for name in names)
     common = {name for name in {*INSTANCE_ATTRIBUTES, *dir(torch.nn.Module)} if name != "training"}
     return next(iter(sorted((code.loose & members) - common)), None)
 

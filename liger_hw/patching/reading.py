@@ -36,6 +36,7 @@ CHANGES_CONTAINER = {
     "delitem", "iadd", "iconcat", "ior", "iand", "isub", "imul", "__iadd__", "__ior__", "__iand__", "__isub__",
     "__imul__", "__delitem__",
 }  # fmt: skip
+REGISTERS = {n for cls in (torch.nn.Module, torch.Tensor) for n in dir(cls) if n.startswith("register_")}
 GLOBAL_STATE = {  # functions of torch whose result a program may change between two calls; also STATE_PREFIXES
     "initial_seed", "device_count", "current_device", "backends", "is_available", "is_initialized", "get_rank",
     "get_world_size", "is_grad_enabled", "is_autocast_enabled", "get_autocast_dtype", "is_compiling",
@@ -106,8 +107,6 @@ class Code:
         writes_in_place: they contain an operator such as +=, which may write to a container.
         without_autocast: the replacement runs the own forward under autocast, so that the code may read its state.
         tells_devices: they read an attribute `type` or `index`, or call str().
-        tells_classes: they call isinstance(), issubclass() or type().
-        names_modules: they name a class of modules.
         sets_autocast: they enter torch.autocast, perhaps with enabled=False.
         reason: why a probe cannot show what the methods compute, or None.
     """
@@ -127,8 +126,6 @@ class Code:
     without_autocast: bool = False
     sets_autocast: bool = False
     tells_devices: bool = False
-    tells_classes: bool = False
-    names_modules: bool = False
     reason: str | None = None
 
     def include(self, further):
@@ -259,8 +256,6 @@ def _read_functions(code, cls=None, methods=()):
     for function in code.functions:  # also by another name, such as a parameter
         for name in vars(function).keys() & code.attributes:
             code.refuse(f"reads the attribute {name!r} of the function {function.__name__}")
-    if code.tells_classes and code.names_modules:
-        code.refuse("tells classes of modules apart")
     if "device" in code.attributes and code.tells_devices and not code.without_autocast:
         code.refuse("reads the type of a device")
     attributes_read.update(code.attributes)
@@ -384,7 +379,7 @@ def _read_instructions(instructions, scope, code):
             attribute = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
             code.attributes.add(attribute)
             code.names.add(attribute)
-            if attribute in CHANGES_CONTAINER or attribute.startswith("register_"):
+            if attribute in CHANGES_CONTAINER or attribute in REGISTERS:
                 code.refuse(f"calls {attribute}()")
             if attribute in READS_UNSEEN:
                 code.refuse(f"reads {attribute}")
@@ -446,6 +441,9 @@ def _read_lookups(instructions, scope, code):
     """Note names that getattr and hasattr look up; refuse those that code computes."""
     listed = [i for i in dis.get_instructions(instructions) if i.opname not in SKIPPED]
     for place, instruction in enumerate(listed):
+        if instruction.opname == "LOAD_GLOBAL" and instruction.argval in ("isinstance", "issubclass"):
+            if any(_tells_modules_apart(cls) for cls in _classes_named(listed[place + 1 :], scope)):
+                code.refuse("tells classes of modules apart")
         if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in ("getattr", "hasattr"):
             continue
         holder, *after = listed[place + 1 :]
@@ -465,6 +463,24 @@ def _read_lookups(instructions, scope, code):
             code.refuse(f"looks up {name.argval!r} of {holder.argval} by name")
 
 
+def _classes_named(listed, scope):
+    """Yield the values of global names, with their attributes, among the arguments of a call."""
+    value = values.MISSING
+    for instruction in itertools.takewhile(lambda i: i.opname not in ("PRECALL", "CALL"), listed):
+        if instruction.opname == "LOAD_ATTR" and value is not values.MISSING:
+            value = getattr(value, instruction.argval, values.MISSING)
+            continue
+        yield value
+        is_global = instruction.opname == "LOAD_GLOBAL"
+        value = scope.namespace.get(instruction.argval, values.MISSING) if is_global else values.MISSING
+    yield value
+
+
+def _tells_modules_apart(cls):
+    members = cls if isinstance(cls, tuple) else (cls,)
+    return any(isinstance(c, type) and issubclass(c, torch.nn.Module) and c is not torch.nn.Module for c in members)
+
+
 def _read_chain(kind, chain, scope, takes_an_entry, code):
     """Pin the value of a global name or a cell, and of its attributes."""
     name, *attributes = chain
@@ -480,7 +496,6 @@ def _read_chain(kind, chain, scope, takes_an_entry, code):
             code.refuse(f"calls {name}()")
         code.names.update({"super"} & {name})
         code.tells_devices |= name == "str"
-        code.tells_classes |= name in ("isinstance", "issubclass", "type")
         value = getattr(builtins, name)
         if not values.is_known(value):
             code.refuse(f"calls {name}, which a program gave to Python's builtins")
@@ -547,7 +562,6 @@ def _read_value(value, name, code):
         code.refuse(f"calls the operation {value}, which torch does not define")
     elif isinstance(value, type):
         code.sets_autocast |= issubclass(value, torch.autocast)
-        code.names_modules |= issubclass(value, torch.nn.Module) and name != "__class__"
         if issubclass(value, torch.autograd.Function) and not values.is_known(value):
             code.refuse(f"calls the autograd function {value.__name__}")
         elif not (values.is_known(value) or value is nullcontext or name == "__class__"):  # a cell for super()

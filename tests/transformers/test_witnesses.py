@@ -238,6 +238,7 @@ STATE = {  # an expression in a forward -> words of the reason
     "(lambda m: 1.0 if m.training else 2.0)(self.down_proj)": "reads training of ",
     "2.0 if isinstance(self.down_proj, nn.Conv1d) else 1.0": "tells classes of modules apart",
     "[1.0, self.register_forward_hook(print)][0]": "calls register_forward_hook()",
+    "2.0 if isinstance(self.down_proj, (nn.Conv1d, nn.Identity)) else 1.0": "tells classes of modules apart",
     "[1.0, self.eval()][0]": "calls eval()",
     "1.0 + 0 * x.flatten()[5:].sum()": "computes a part of the rows",
     "1.0 + 0 * x.mT[..., 1:].sum()": "computes a part of the rows",
@@ -448,6 +449,19 @@ def test_settings_of_a_module_that_change_later(factor, name, value, monkeypatch
     torch.testing.assert_close(patched(x), plain(x))
     monkeypatch.setattr(SETTINGS, name, value)
     torch.testing.assert_close(patched(x), plain(x))
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        "1.0 if isinstance(x, torch.Tensor) else 2.0", "nn.Identity()(1.0) if isinstance(x, torch.Tensor) else 2.0",
+        "1.0 if isinstance(self.act_fn, nn.Module) else 2.0", "1.0 if self.register_n else 2.0",
+    ],
+)  # fmt: skip
+def test_code_that_asks_for_other_classes_is_replaced(factor):
+    module = other("AsksMLP", factor)()
+    module.register_n = 1
+    assert liger_hw.patch(nn.Sequential(module)).replaced
 
 
 def test_a_class_with_getattr_of_its_own_is_left():
