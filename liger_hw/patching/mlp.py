@@ -234,9 +234,8 @@ def _confirm(module, original, replacement, probe, names, case):
                     return part
 
                 with probing.actual_floats():
-                    agrees = _agrees_with_number(original, replacement, altered, x, children)
-                if not agrees:
-                    raise witnesses.Objection(f"uses its {attribute} otherwise than the op")
+                    if not _agrees_with_number(original, replacement, altered, x, children):
+                        raise witnesses.Objection(f"uses its {attribute} otherwise than the op")
 
 
 def _agrees_with_number(original, replacement, probe, x, children):

@@ -112,9 +112,8 @@ def check_eps(original, replacement, module, eps_name, case, exact=True):
         x, *rest = case(dtype, (2, 5))
         args = eps, module.training, x * (abs(eps) ** 0.5 or 3), *rest
         with probing.actual_floats():
-            agrees = probing.agree(original, replacement, [args], exact)
-        if not agrees:
-            raise witnesses.Objection(f"uses its {eps_name} otherwise than the op")
+            if not probing.agree(original, replacement, [args], exact):
+                raise witnesses.Objection(f"uses its {eps_name} otherwise than the op")
 
 
 def default_eps(dtype):

@@ -192,8 +192,8 @@ def _reads_of(child, code):
     classes = [vars(cls) for cls in type(child).__mro__ if cls not in torch.nn.Module.__mro__]
     members = {*vars(child), *(child._parameters.keys() - {"weight"}), *child._modules}
     members.update(name for names in classes for name in names)
-    common = {name for name in {*INSTANCE_ATTRIBUTES, *dir(torch.nn.Module)} if name != "training"}
-    return next(iter(sorted((code.loose & members) - common)), None)
+    common = {*INSTANCE_ATTRIBUTES, *dir(torch.nn.Module)} - {"training"}
+    return min((code.loose & members) - common, default=None)
 
 
 def _reads_a_tensor(child, names):

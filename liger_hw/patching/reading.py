@@ -131,7 +131,9 @@ class Code:
     def include(self, further):
         """Add what other code reads, and why it shows too little."""
         self.pins += further.pins
-        self.refuse(further.reason or further.registries and "reads a registry in a class that it takes" or None)
+        self.refuse(further.reason)
+        if further.registries:
+            self.refuse("takes a class whose code reads a dictionary, whose contents may change")
 
     def refuse_state(self, name, is_torchs=False):
         """Refuse to read the state `name` of the program."""
@@ -441,9 +443,13 @@ def _read_lookups(instructions, scope, code):
     """Note names that getattr and hasattr look up; refuse those that code computes."""
     listed = [i for i in dis.get_instructions(instructions) if i.opname not in SKIPPED]
     for place, instruction in enumerate(listed):
+        named = []
         if instruction.opname == "LOAD_GLOBAL" and instruction.argval in ("isinstance", "issubclass"):
-            if any(_tells_modules_apart(cls) for cls in _classes_named(listed[place + 1 :], scope)):
-                code.refuse("tells classes of modules apart")
+            named = itertools.takewhile(lambda i: i.opname not in ("PRECALL", "CALL"), listed[place + 1 :])
+        elif instruction.opname == "MATCH_CLASS":  # after the class, such as torch.nn.Linear, and names of attributes
+            named = listed[max(place - 4, 0) : place]
+        if any(_tells_modules_apart(cls) for cls in _classes_named(named, scope)):
+            code.refuse("tells classes of modules apart")
         if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in ("getattr", "hasattr"):
             continue
         holder, *after = listed[place + 1 :]
@@ -464,15 +470,18 @@ def _read_lookups(instructions, scope, code):
 
 
 def _classes_named(listed, scope):
-    """Yield the values of global names, with their attributes, among the arguments of a call."""
+    """Yield the values of global names and cells, with their attributes."""
     value = values.MISSING
-    for instruction in itertools.takewhile(lambda i: i.opname not in ("PRECALL", "CALL"), listed):
+    for instruction in listed:
         if instruction.opname == "LOAD_ATTR" and value is not values.MISSING:
             value = getattr(value, instruction.argval, values.MISSING)
             continue
         yield value
-        is_global = instruction.opname == "LOAD_GLOBAL"
-        value = scope.namespace.get(instruction.argval, values.MISSING) if is_global else values.MISSING
+        name, value = instruction.argval, values.MISSING
+        if instruction.opname == "LOAD_GLOBAL":
+            value = scope.namespace.get(name, values.MISSING)
+        elif instruction.opname == "LOAD_DEREF" and name in scope.cells:
+            value = values.content(scope.cells[name])
     yield value
 
 

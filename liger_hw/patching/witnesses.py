@@ -32,13 +32,8 @@ SHAPES = ((2, 5), (1, 1))  # sequences and tokens
 OTHER_SHAPES = ((), (3,), (2, 1, 3))  # of other numbers of dimensions, which a module may refuse
 MOST_DIMENSIONS = 4  # with those of the columns
 MOST_ELEMENTS = 2**18  # of many rows: code may ask in ways that no trace shows, such as by a sum of ones
-WIDTHS = (
-    8,
-    136,
-    1000,
-    4096,
-    32768,
-)  # multiples of 8, of rows whose module states no width, also the next ones above its constants
+# of rows whose module states no width, beside those around its constants: multiples of 8
+WIDTHS = (8, 136, 1000, 4096, 32768)
 WIDEST = 65536
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0)
 MOST_SCALES = 8

@@ -195,6 +195,20 @@ class Factors:
         return cls.one
 
 
+def asking(cls):
+    return lambda module: 2.0 if isinstance(module, cls) else 1.0
+
+
+asks = asking(nn.Conv1d)
+
+
+def matches(module):
+    match module:
+        case nn.Conv1d():
+            return 2.0
+    return 1.0
+
+
 class Held:
     one = 1.0
 
@@ -239,6 +253,8 @@ STATE = {  # an expression in a forward -> words of the reason
     "2.0 if isinstance(self.down_proj, nn.Conv1d) else 1.0": "tells classes of modules apart",
     "[1.0, self.register_forward_hook(print)][0]": "calls register_forward_hook()",
     "2.0 if isinstance(self.down_proj, (nn.Conv1d, nn.Identity)) else 1.0": "tells classes of modules apart",
+    "asks(self.down_proj)": "tells classes of modules apart",
+    "matches(self.down_proj)": "tells classes of modules apart",
     "[1.0, self.eval()][0]": "calls eval()",
     "1.0 + 0 * x.flatten()[5:].sum()": "computes a part of the rows",
     "1.0 + 0 * x.mT[..., 1:].sum()": "computes a part of the rows",
