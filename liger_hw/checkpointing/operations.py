@@ -4,7 +4,8 @@ import torch
 
 from liger_hw._torch import is_view_operation, operation_schema, written_arguments
 
-WITHOUT_DRAWS = {"aten", "prims", "liger_hw"}  # namespaces whose operations have a tag if they draw random numbers
+# namespaces whose operations have a tag if they draw random numbers, and communicate with no other rank
+KNOWN_NAMESPACES = {"aten", "prims", "liger_hw"}
 
 FREE, NUMBERED, MUTATES = "free", "numbered", "mutates"
 _kinds = {}  # operation -> its kind, as far as the operation alone decides
@@ -62,7 +63,7 @@ def written(operation, args, kwargs):
 def random_state(operation, device):
     """Return the states of the random generators if `operation` may draw, else None."""
     is_tagged = torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
-    if not is_tagged and getattr(operation, "namespace", "") in WITHOUT_DRAWS:
+    if not is_tagged and getattr(operation, "namespace", "") in KNOWN_NAMESPACES:
         return None
     states = [torch.get_rng_state()]
     if device.type != "cpu":
@@ -74,7 +75,7 @@ def communicates(operation):
     """Tell whether ranks run an operation together."""
     if "c10d" in (namespace := getattr(operation, "namespace", "")) or namespace == "symm_mem":
         return True
-    schema = None if namespace in WITHOUT_DRAWS else operation_schema(operation)
+    schema = None if namespace in KNOWN_NAMESPACES else operation_schema(operation)
     return schema is not None and any(argument.name == "group_name" for argument in schema.arguments)
 
 

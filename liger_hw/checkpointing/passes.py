@@ -111,7 +111,7 @@ class Activations:
     def __init__(self, model, layers, budget, host_bytes, device):
         self.device, self.budget, self.host_bytes = None, bytes_of(budget, device), host_bytes
         self.phase, self.plan, self.current, self.pcie_bandwidth = Phase.WARM_UP, None, None, None
-        self.tokens, self.passes_under_plan, self.large_inputs = 0, 0, False
+        self.passes_under_plan, self.large_inputs = 0, False
         # the most values of each layer's input: a decoder's grow without its encoder's
         self.sizes, self.has_grown, self.measures_anew = {}, False, False
         self.measured, self.rejected, self.rejects_anew = Measurements(), {}, False
@@ -266,8 +266,8 @@ class Activations:
         timed = self.measured.timelines.get(kind)
         watches = not self.phase.is_final or timed is None or self.passes_under_plan < WATCHED
         base = self.memory.allocated() if watches else 0
-        more_tokens = hidden.numel() > self.tokens or self.has_grown
-        self.tokens, self.has_grown, self.measures_anew = max(hidden.numel(), self.tokens), False, False
+        more_tokens = hidden.numel() > self.sizes.get(0, 0) or self.has_grown
+        self.has_grown = self.measures_anew = False
         if more_tokens and self.phase is not Phase.STOPPED:
             self.measures_anew = True
             if self.measured.calls:

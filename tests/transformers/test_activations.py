@@ -744,21 +744,6 @@ class Random(Layer):
         return x + self.down(torch.nn.functional.dropout(y * y.sigmoid(), 0.1))
 
 
-def test_an_operation_that_begins_to_draw_random_numbers():
-    """It drew none when it was recorded, so a plan may keep it; the numbers drawn after it depend on it."""
-    torch.manual_seed(0)
-    model = Stack()
-    model.layers = torch.nn.ModuleList(Random() for _ in range(3))
-    plain = copy.deepcopy(model)
-    liger_hw.activations(model, 3 * 2 * RESULT, 0)
-    for number in range(9):
-        Random.rate, results = 0.5 * (number > 5), []
-        for each in (model, plain):
-            torch.manual_seed(number)
-            results.append(step(each))
-        assert_same_bits(*results)
-
-
 @torch.library.custom_op("liger_test::masked", mutates_args=())
 def masked(x: torch.Tensor) -> torch.Tensor:
     """Draw random numbers without a tag that says so, as packages of attention may."""
@@ -772,27 +757,32 @@ class Masked(Layer):
         return x + self.down(torch.nn.functional.dropout(y * y.sigmoid(), 0.1))
 
 
-def test_a_programs_operation_that_draws_random_numbers():
+@pytest.mark.parametrize("layer, results", [(Random, 2), (Masked, 3)])
+def test_operations_that_draw_random_numbers_unseen(layer, results):
+    """One begins after it was recorded, one has no tag that says so: the numbers drawn after them depend on it."""
     torch.manual_seed(0)
     model = Stack()
-    model.layers = torch.nn.ModuleList(Masked() for _ in range(3))
+    model.layers = torch.nn.ModuleList(layer() for _ in range(3))
     plain = copy.deepcopy(model)
-    liger_hw.activations(model, 3 * 3 * RESULT, 0)
-    for number in range(7):
-        results = []
+    liger_hw.activations(model, 3 * results * RESULT, 0)
+    for number in range(9):
+        Random.rate, bits = 0.5 * (number > 5), []
         for each in (model, plain):
             torch.manual_seed(number)
-            results.append(step(each))
-        assert_same_bits(*results)
+            bits.append(step(each))
+        assert_same_bits(*bits)
+
+
+def encoder_decoder():
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=50, use_cache=False,
+        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0,
+    )).train()  # fmt: skip
 
 
 def test_more_tokens_of_later_layers_are_measured_anew():
     """A decoder's, while its encoder's stay."""
-    config = transformers.T5Config(
-        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=50, use_cache=False,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config).train()
+    model = encoder_decoder()
     activations, ids = liger_hw.activations(model, 60_000, 0), torch.randint(2, 50, (2, 16))
     for number, length in enumerate([4] * 7 + [200] * 5 + [100]):
         model.zero_grad()
@@ -803,11 +793,7 @@ def test_more_tokens_of_later_layers_are_measured_anew():
 
 def test_a_decoder_of_any_length_keeps_its_plan():
     """Once its longest texts were measured, shorter ones do not count as growth."""
-    config = transformers.T5Config(
-        d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=50, use_cache=False,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.T5ForConditionalGeneration(config).train()
+    model = encoder_decoder()
     activations = liger_hw.activations(model, 10**9, 0)
     for number, (length, decoded) in enumerate([(16, 30)] + [(16, 4), (12, 20), (16, 30), (8, 10)] * 4):
         ids = torch.randint(2, 50, (2, length))
