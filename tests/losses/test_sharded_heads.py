@@ -71,7 +71,7 @@ def refuse():
     for call in (
         lambda: liger_hw.distillation_loss(x, part, x, weight, labels),
         lambda: liger_hw.distillation_loss(x, weight, x, part, labels),
-        lambda: liger_hw.offline_distillation_loss(x, part, torch.zeros(3, 2), labels[:2].expand(3, 2)),
+        lambda: liger_hw.offline_distillation_loss(x, part, x[:, :2], labels[:2].expand(3, 2)),
         lambda: logits_loss(lambda logits: logits.sum(), x, part),
     ):
         with pytest.raises(ValueError, match="^head: got a DTensor.*policy_loss"):

@@ -192,7 +192,8 @@ def learn_alike(
         counted: divide the sum of the losses by the number of labels of all ranks.
         evaluate: compute the loss without gradients between backward and optimizer step.
         change: a function of the plain model before the copy, which returns it.
-        beside_plain: the patched model may differ by twice as much as the plain model under the same engine.
+        beside_plain: the patched model may differ three times as much as the plain model under the same engine (two
+            H200s: 2.2 times, by the fast exponentials of kernels).
         options: `checkpointed`, and the model's configuration.
     """
     checkpointed = options.pop("checkpointed", None)
@@ -210,7 +211,7 @@ def learn_alike(
         reference = alike.Reference(plain, run)
         found = step(engine, of_rank(rank), num_items)
         if unpatched:
-            reference.widen(2, step(unpatched, of_rank(rank), num_items))
+            reference.widen(3, step(unpatched, of_rank(rank), num_items))
             unpatched.step()
         if found.gradients is None:  # the second loss shows an error of the first gradients
             assert reference.loss(found.outputs.loss) <= 1
@@ -264,7 +265,8 @@ def learn_the_same_with_planned_activations(engine, budget, host_budget, communi
         assert (budget + host_budget > 0) == any(choice.actions != () for choice in choices)
     else:  # the layers' backward may leave room that the loss needed
         assert planned.plan.peak_bytes <= planned.plan.budget
-        assert any(choice.actions != () for choice in choices) or budget + host_budget == 0
+        keeps = any(choice.actions != () for choice in choices)
+        assert keeps or budget + host_budget == 0, f"{planned.plan.budget} bytes: {planned.plan}"
 
 
 def learn_alike_in_bf16(engine, precision, **config):

@@ -8,6 +8,7 @@ import tiny
 from engines import accelerate_fsdp2, ddp, fsdp2, learn_alike
 from old_torch import shards_integers
 from quantised import in_4_bits, in_8_bits
+from ranks import device
 
 from liger_hw._triton import interpreting
 from liger_hw.kernels.linear.lora_linear import lora_linear_group
@@ -29,7 +30,8 @@ def adapt(model, base="plain"):
     return peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
 
 
-def learn_in_groups(engine, has_kernels, **options):
+def learn_in_groups(engine, forced, quantised=None, **options):
+    has_kernels = (forced is not None or device().type != "cpu") and quantised != "8 bits"
     sizes = set()
 
     def counted(x, *layers):
@@ -49,18 +51,19 @@ def learn_in_groups(engine, has_kernels, **options):
 @pytest.mark.parametrize("forced", BACKENDS)
 def test_groups_of_layers(forced, engine, checkpointed, ranks):
     ranks(
-        2, functools.partial(learn_in_groups, ENGINES[engine], forced is not None, change=adapt,
-                             checkpointed=checkpointed), backend=forced,
+        2, functools.partial(learn_in_groups, ENGINES[engine], forced, change=adapt, checkpointed=checkpointed),
+        backend=forced,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("base", ["4 bits", "8 bits"])
 @pytest.mark.parametrize("forced", BACKENDS)
 def test_quantised_layers(forced, base, ranks):
-    change, has_groups = functools.partial(adapt, base=base), forced is not None and base == "4 bits"
-    ranks(2, functools.partial(learn_in_groups, ddp, has_groups, change=change), backend=forced)
+    change = functools.partial(adapt, base=base)
+    ranks(2, functools.partial(learn_in_groups, ddp, forced, base, change=change), backend=forced)
 
 
 @shards_integers
 def test_layers_of_8_bits_in_shards(ranks):
-    ranks(2, functools.partial(learn_in_groups, fsdp2, False, change=functools.partial(adapt, base="8 bits")))
+    change = functools.partial(adapt, base="8 bits")
+    ranks(2, functools.partial(learn_in_groups, fsdp2, None, "8 bits", change=change))
