@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import tiny
+import torch
 from engines import accelerate_fsdp2, ddp, fsdp2, learn_alike
 from old_torch import shards_integers
 from quantised import in_4_bits, in_8_bits
@@ -27,6 +28,7 @@ def adapt(model, base="plain"):
     if base != "plain":
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     options = {"target_modules": "all-linear", "init_lora_weights": False, "rank_pattern": {"k_proj": 3}}
+    torch.manual_seed(0)  # PEFT draws the adapters, on each rank by itself
     return peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
 
 
@@ -43,7 +45,7 @@ def learn_in_groups(engine, forced, quantised=None, **options):
         mock.patch.object(shared_inputs, "lora_linear_group", counted),
     ):
         learn_alike(engine, num_hidden_layers=1, **options)
-    assert sizes == ({2, 3} if has_kernels else set())
+    assert bool(sizes) == has_kernels and sizes <= {2, 3}
 
 
 @pytest.mark.parametrize("checkpointed", [None, False, pytest.param(True, marks=tiny.fails_in_4)])
