@@ -38,10 +38,14 @@ class Record:
         return Record(hidden, vocabulary or self.vocabulary, dtype or self.dtype, steps, self.head_dtype)
 
     def multiply(self, number):
-        return self._then("mul", number) if type(number) in (int, float) else None
+        return self._then("mul", number) if self._keeps_range(number) else None
 
     def divide(self, number):
-        return self._then("div", number) if type(number) in (int, float) else None
+        return self._then("div", number) if self._keeps_range(number) else None
+
+    def _keeps_range(self, number):
+        """Tell whether `number` is one that fp16 logits may be scaled by, where these are fp16."""
+        return type(number) in (int, float) and (self.dtype != torch.float16 or _is_moderate(number))
 
     def tanh(self):
         return self._then("tanh")
@@ -96,6 +100,7 @@ class Record:
 
 
 VIEWS = ("rows", "columns", "view")
+MODERATE = 2.0**-8, 2.0**8  # scales by which logits of up to 255 keep their digits in fp16, and are finite
 STEP_FUNCTIONS = {
     "add": torch.add, "div": torch.div, "mul": torch.mul, "tanh": lambda value, _, tanh=torch.tanh: tanh(value),
     "columns": lambda value, count: value[..., :count], "rows": lambda value, index: value[index],
@@ -119,8 +124,16 @@ def autocast_dtype(device_type):
     return torch.get_autocast_dtype(device_type) if autocasts(device_type) else None
 
 
+def _is_moderate(scale):
+    least, most = MODERATE
+    return least <= abs(scale) <= most
+
+
 def scale_and_softcap(steps):
-    """Return (logit_scale, softcap or None) for these steps; None if they do not fit."""
+    """Return (logit_scale, softcap or None) for these steps; None if they do not fit.
+
+    Logits that a further step scales keep to `MODERATE`: the model alone may overflow between two steps.
+    """
     numerator, denominator, capped, cap = 1.0, 1.0, False, None
     for name, argument in steps:
         if name in ("to", "copy", *VIEWS) or name == "add" and numerator == denominator == 1.0 and not capped:
@@ -129,9 +142,11 @@ def scale_and_softcap(steps):
             capped = True
         elif capped and cap is None and name == "mul" and argument > 1e-30:  # else 0 in fp32
             cap = argument
-        elif not capped and name == "mul":
+        elif capped or not _is_moderate(numerator / denominator):
+            return None
+        elif name == "mul":
             numerator *= argument
-        elif not capped and name == "div" and argument != 0:
+        elif name == "div" and argument != 0:
             denominator *= argument
         else:
             return None
