@@ -343,11 +343,11 @@ class HeadFunction(FunctionOfLazyLogits):
         if grad is None:
             return (None,) * 5
         _, *packed = ctx.saved_tensors  # torch's error, if the graph was freed; checkpointing allows one access
-        source = ctx.call.kept
+        source, kept = ctx.call.kept, ctx.kept
         if not _torch.backward_keeps_graph():  # hooks of engines hold the loss's graph through the layers' backward
-            ctx.call.kept = None
+            ctx.call.kept, ctx.kept = None, []  # torch swaps no weight that has weak references
         copies, read = {}, []
-        for (name, seen), unpacked in zip_longest(ctx.kept, packed):
+        for (name, seen), unpacked in zip_longest(kept, packed):
             tensor = seen[0]()
             if unpacked is not None and tensor is not None and _torch.storage_id(unpacked) != _torch.storage_id(tensor):
                 copies[name] = unpacked

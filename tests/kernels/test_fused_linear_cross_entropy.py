@@ -175,6 +175,14 @@ def test_a_weight_written_before_the_backward(reduction, plain, backend, device)
             losses[1].backward()  # as a linear layer, which reads the weight for the gradient of x alone
 
 
+def test_a_weight_is_swapped_after_the_backward(engine, device):
+    x, w, y = case(device=device)
+    loss = fused_linear_cross_entropy(x, w, y)
+    loss.backward()
+    torch.utils.swap_tensors(w, torch.zeros_like(w))  # torch swaps no tensor that has weak references
+    assert not w.any() and loss.isfinite()
+
+
 def test_inputs_are_left(engine, device):
     x, w, y = case(device=device)
     before = x.detach().clone(), w.detach().clone()

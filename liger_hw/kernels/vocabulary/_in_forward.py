@@ -128,7 +128,7 @@ class GradientsInForward(Function):
             )
         else:
             refuse_written(ctx.op, ctx.weight)
-            gradients, ctx.gradients = list(ctx.gradients), None
+            gradients, ctx.gradients, ctx.weight = list(ctx.gradients), None, None
             if any(gradient.dtype != dtype for gradient, dtype in zip(gradients, ctx.dtypes)):
                 for dtype in ctx.dtypes:  # frees each wide gradient before it rounds the next
                     gradients.append(_rounded(gradients.pop(0), dloss, dtype))
