@@ -38,13 +38,13 @@ class Record:
         return Record(hidden, vocabulary or self.vocabulary, dtype or self.dtype, steps, self.head_dtype)
 
     def multiply(self, number):
-        return self._then("mul", number) if self._keeps_range(number) else None
+        return self._then("mul", number) if self._is_scale(number) else None
 
     def divide(self, number):
-        return self._then("div", number) if self._keeps_range(number) else None
+        return self._then("div", number) if self._is_scale(number) else None
 
-    def _keeps_range(self, number):
-        """Tell whether `number` is one that fp16 logits may be scaled by, where these are fp16."""
+    def _is_scale(self, number):
+        """Tell whether a step may scale by `number`, within the smaller range of fp16."""
         return type(number) in (int, float) and (self.dtype != torch.float16 or _is_moderate(number))
 
     def tanh(self):
