@@ -208,7 +208,7 @@ def _is_entry(entry):
 
 def read_globals(function, called):
     """Return the `Code` of the globals `called`, and why no copy may call others."""
-    code, namespace = Code(pins=_function_pins(function)), function.__globals__
+    code, namespace = Code(pins=function_pins(function)), function.__globals__
     code.pins += [Pin(namespace, name, namespace[name]) for name in called if name in function.__code__.co_names]
     for instruction in instructions_of(function.__code__):
         is_call = instruction.opname == "LOAD_GLOBAL" and "NULL" in instruction.argrepr
@@ -312,7 +312,7 @@ def _read_held(value, name, code):
 def _read_function(function, code):
     if _sets_state(function):
         code.refuse("sets a state of torch by a decorator")
-    code.pins += _function_pins(function)
+    code.pins += function_pins(function)
     defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
     if not values.is_constant(defaults):
         code.refuse(f"has a default argument in {function.__name__}() whose contents may change")
@@ -325,13 +325,23 @@ def _read_function(function, code):
         _read_instructions(instructions, scope, code)
 
 
-def _function_pins(function):
+def function_pins(function):
     """Return pins of the code and defaults, which a program may replace in place."""
     pins = [Pin(function, "__code__", function.__code__)]
     pins += [Pin(function, "__defaults__", function.__defaults__)] if function.__defaults__ else []
     by_name = function.__kwdefaults__ or {}
     pins += [Pin(function, "__kwdefaults__", by_name)] if by_name else []
     return pins + [Pin(by_name, *item) for item in by_name.items()]
+
+
+def decoration_pins(function):
+    """Return pins of the decorators around a function, of which a patched method has copies."""
+    pins = []
+    while isinstance(wrapped := getattr(function, "__wrapped__", None), types.FunctionType):
+        cells = [cell for cell in function.__closure__ or () if values.content(cell) is wrapped]
+        pins += [*function_pins(function), *(Pin(cell, "cell_contents", wrapped) for cell in cells)]
+        function = wrapped
+    return pins
 
 
 def all_code(code):
@@ -443,13 +453,17 @@ def _read_lookups(instructions, scope, code):
     """Note names that getattr and hasattr look up; refuse those that code computes."""
     listed = [i for i in dis.get_instructions(instructions) if i.opname not in SKIPPED]
     for place, instruction in enumerate(listed):
-        named = []
+        named, attributes = [], ()
         if instruction.opname == "LOAD_GLOBAL" and instruction.argval in ("isinstance", "issubclass"):
             named = itertools.takewhile(lambda i: i.opname not in ("PRECALL", "CALL"), listed[place + 1 :])
         elif instruction.opname == "MATCH_CLASS":  # after the class, such as torch.nn.Linear, and names of attributes
             named = listed[max(place - 4, 0) : place]
-        if any(_tells_modules_apart(cls) for cls in _classes_named(named, scope)):
+            attributes = listed[place - 1].argval
+        classes = list(_classes_named(named, scope))
+        if any(map(_tells_modules_apart, classes)):
             code.refuse("tells classes of modules apart")
+        if attributes and any(isinstance(cls, type) and issubclass(cls, torch.Tensor) for cls in classes):
+            code.refuse(f"looks up {attributes[0]!r} of a tensor by name")
         if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in ("getattr", "hasattr"):
             continue
         holder, *after = listed[place + 1 :]

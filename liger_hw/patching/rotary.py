@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 from liger_hw.patching.match import Match, compiles_by_itself
 from liger_hw.patching.pins import code_guard
 from liger_hw.patching.probing import agree
-from liger_hw.patching.reading import Pin, read_function, read_globals
+from liger_hw.patching.reading import Pin, decoration_pins, read_function, read_globals
 from liger_hw.patching.rebinding import innermost, model_methods, with_globals
 from liger_hw.patching.rotation import by_op, case_of, prove_rotation, replacement
 from liger_hw.patching.shared_inputs import Sharing, groups_in
@@ -27,6 +27,7 @@ class RotaryMatch(Match):
         functions, pins = rotary_functions(original), []
         for name, method in _methods(original, dict(self.names)).items():
             pins += [Pin(original, name, method), *read_globals(innermost(method), dict(self.names)).pins]
+            pins += decoration_pins(method)
         return [*pins, *(pin for name, _ in self.names for pin in read_function(functions[name]).pins)], set()
 
     def guard(self, original):

@@ -195,6 +195,18 @@ def test_operators_of_a_module_are_code_that_no_one_reads(name, factor):
     assert f"defines {name}()" in reason_of(cls())
 
 
+class ReadsAParameterInACase(MLP):
+    def forward(self, x):
+        match self.down_proj.weight:
+            case torch.Tensor(scale=scale):
+                return self.down_proj(self.product(x) * scale)
+        return self.down_proj(self.product(x))
+
+
+def test_an_attribute_of_a_parameter_that_a_case_clause_reads():
+    assert "looks up 'scale' of a tensor by name" in reason_of(ReadsAParameterInACase())
+
+
 class ReadsInACase(MLP):
     def forward(self, x):
         match self:
