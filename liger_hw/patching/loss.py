@@ -27,11 +27,13 @@ from liger_hw.checks import KERNEL_DTYPES, check, refuse
 from liger_hw.kernels.vocabulary.cross_entropy import CrossEntropyOutput, cross_entropy, formula
 from liger_hw.kernels.vocabulary.fused_linear_cross_entropy import fused_linear_cross_entropy
 from liger_hw.kernels.vocabulary.selective_log_softmax import selective_log_softmax
+from liger_hw.patching import probing
 from liger_hw.patching.head import heads_armed, match_heads, patched_heads
 from liger_hw.patching.head_call import Forward
 from liger_hw.patching.lazy_logits import LazyLogits
 from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
+from liger_hw.patching.pins import replaced_linear_code
 from liger_hw.patching.reading import Pin, attributes_in, attributes_read, read, read_function
 from liger_hw.patching.swapping import swapped_base
 from liger_hw.patching.traced_logits import TracedLogits
@@ -349,7 +351,29 @@ def _loss_pins():
     """Return the `Pin`s of functions that the loss without logits replaces or calls."""
     from transformers.loss import loss_utils
 
-    return [*read(torch.nn.Linear).pins, *read_function(loss_utils.ForCausalLMLoss).pins, *_op_pins()]
+    loss = Pin(loss_utils, "ForCausalLMLoss", loss_utils.ForCausalLMLoss)
+    return [*read(torch.nn.Linear).pins, loss, *read_function(loss.value).pins, *_op_pins()]
+
+
+def _loss_is_known():
+    """Tell whether transformers' loss, whose code may have changed, is the ops' one."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    def definition(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None):
+        targets = shift_left(labels, -100) if shift_labels is None else shift_labels
+        total = -logits.float().log_softmax(-1).gather(-1, targets.clamp(0)[..., None])[..., 0]
+        total, count = total.masked_fill(targets == -100, 0).sum(), (targets != -100).sum()
+        return total / (count if num_items_in_batch is None else num_items_in_batch)
+
+    labels = torch.tensor([[0, 3, -100, 6, 1], [-100, 2, 2, 5, 4]])
+    logits = probing.random_rows(probing.generator(), 2, 5, 7)
+    options = {}, {"num_items_in_batch": 3}, {"shift_labels": labels.flip(0)}
+
+    def results(loss, x):
+        return torch.stack([loss(logits=x, labels=labels, vocab_size=7, **option) for option in options])
+
+    functions = (functools.partial(results, loss) for loss in (ForCausalLMLoss, definition))
+    return probing.agree(*functions, [(logits,)], exact=False)
 
 
 def _op_pins():
@@ -480,8 +504,10 @@ def match_loss(model, lora, **losses):
         return [], "its forward computes no cross entropy"
     if not isinstance(inspect.getattr_static(type(model), "loss_function", None), property):
         return [], "its class has a loss_function of its own: logits are computed as before"
-    if replaced := replaced_function(_loss_pins(), ("torch", "transformers")):
-        return [], f"a program replaced {replaced}, which the loss calls: logits are computed as before"
+    replaced = replaced_linear_code() or replaced_function(_loss_pins(), ("torch", "transformers"))
+    if replaced or not _loss_is_known():
+        name = replaced or "code of ForCausalLMLoss"
+        return [], f"a program replaced {name}, which the loss calls: logits are computed as before"
     owner = model, CausalLMMatch(options=tuple(sorted(losses.items())), lora=lora)
     if losses["cross_entropy"]:
         return [owner], None

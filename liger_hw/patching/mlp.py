@@ -18,10 +18,9 @@ from liger_hw.kernels.mlp.glu import activate, unit
 from liger_hw.patching import gates, probing, witnesses
 from liger_hw.patching.hooks import original_class
 from liger_hw.patching.match import Match, compiles_by_itself
-from liger_hw.patching.pins import AttributePin
+from liger_hw.patching.pins import AttributePin, replaced_linear_code
 from liger_hw.patching.projection import is_projection, project_both, project_by_op, return_new_memory
 from liger_hw.patching.reading import read
-from liger_hw.patching.values import replaced_function
 
 WIDENING = 4  # gate and up than the hidden states, in many models
 PROBE_HIDDEN, PROBE_INTERMEDIATE, PROBE_OUT = 38, 46, 34  # numbers that code hardly contains
@@ -45,7 +44,7 @@ class MLPMatch(Match):
     def reason_against(self, original):
         if read(original).sets_autocast:
             return "its code sets autocast, which decides the dtype of its products"
-        replaced = replaced_function(read(torch.nn.Linear).pins)
+        replaced = replaced_linear_code()
         return replaced and f"a program replaced torch's {replaced} of linear layers"
 
     def members(self, original, unchanged):
@@ -62,14 +61,13 @@ class MLPMatch(Match):
             compiled = is_compiling() and compiles_by_itself(args, wider=WIDENING)
             if compiled or not unchanged(self, args, kwargs) or widens and autocasts(args[0].device.type):
                 return original.forward(self, *args, **kwargs)
-            down = getattr(self, down_name)
-            if _stays_unfused(down, args[0]) or casts and _casts(self, names, producer_names, args[0]):
+            down, producers = getattr(self, down_name), [getattr(self, name) for name in producer_names]
+            if _stays_unfused(down, args[0]) or casts and _casts(down, names, producers, args[0]):
                 return original.forward(self, *args)
             if clamped:
                 fits = gates.takes_numbers(self, names)
                 return compute(self, names, args[0], clamped, options) if fits else original.forward(self, *args)
             gate, up = _gate_and_up(self, names, args[0])
-            producers = [getattr(self, name) for name in producer_names]
             drops, projected = dropout_name and _drops(self, dropout_name), False
             try:  # without calls of the program's modules, whose errors are the program's
                 if drops:
@@ -156,13 +154,15 @@ def _weight_dtype(projection, default):
     return getattr(getattr(projection, "weight", None) if weight is None else weight, "dtype", default)
 
 
-def _casts(module, names, producer_names, x):
-    """Tell whether a cast in the code of `module` may change a dtype."""
+def _casts(down, names, producers, x):
+    """Tell whether a cast in an MLP's code may change a dtype."""
+    if not return_new_memory(producers):
+        return True
     if autocasts(x.device.type):
-        dtype = _weight_dtype(getattr(module, names["down"]), x.dtype)  # T5 casts to it
-        cast = torch.get_autocast_dtype(x.device.type)
-        return "casts_under_autocast" in names or dtype in FLOATS and dtype not in (cast, torch.float32)
-    return any(_stays_unfused(getattr(module, name), x) for name in producer_names)
+        dtypes = x.dtype, _weight_dtype(down, x.dtype)  # T5 casts to the latter
+        unchanged = torch.get_autocast_dtype(x.device.type), torch.float32
+        return "casts_under_autocast" in names or any(d in FLOATS and d not in unchanged for d in dtypes)
+    return any(_stays_unfused(producer, x) for producer in producers)
 
 
 def match_mlp(module):
@@ -212,7 +212,7 @@ def match_mlp(module):
                     names |= _call_order(original, projections, names, case)
                     if not probing.agree(*map(_under_autocast, (original, replacement)), cases[:1]):
                         names |= {"casts_under_autocast": True}
-                    return MLPMatch.of(op, options, names, bypassed=bypassed, pinned=_length_of(module))
+                    return MLPMatch.of(op, options, names, bypassed=bypassed, pinned=_order_of(module))
     return None
 
 
@@ -281,11 +281,11 @@ def _call_order(original, projections, names, case):
     return {"calls_up_first": True} if calls[0] == names.get("up") else {}
 
 
-def _length_of(module):
-    """Return pins of the number of children, where a program may append some."""
+def _order_of(module):
+    """Return pins of the children's names in their order, which a program may change."""
     if not isinstance(module, torch.nn.Sequential):
         return ()
-    return (AttributePin((), ("_modules", "__len__()"), len(module._modules), True),)
+    return (AttributePin((), ("_modules", "keys().__repr__()"), repr(module._modules.keys()), True),)
 
 
 def _under_autocast(function):

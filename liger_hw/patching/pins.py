@@ -31,6 +31,7 @@ from liger_hw.patching.values import (
     is_known,
     is_zero3_linear,
     may_compute,
+    replaced_function,
 )
 from liger_hw.patching.witnesses import cover
 
@@ -49,6 +50,12 @@ HARMLESS_MODES = set()  # classes of modes, besides torch's and this package's, 
 COMMON = tuple(
     Pin(torch.nn.Linear, name, getattr(torch.nn.Linear, name)) for name in ("__call__", "_call_impl", "__getattr__")
 )
+
+
+def replaced_linear_code():
+    """Return the name of a replaced function of torch's linear layers, or None."""
+    code = reading.read(torch.nn.Linear)
+    return "forward" if code.reason else replaced_function([*code.pins, *COMMON])
 
 
 class Incomparable(Exception):

@@ -311,3 +311,32 @@ def test_powers_under_autocast_are_the_modules(monkeypatch):
         with torch.autocast("cpu", torch.bfloat16, enabled=cast):
             patched(torch.randn(5, 32))
     assert len(calls) == 1
+
+
+class CastsProduct(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x):
+        return self.down_proj((torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)).to(x.dtype))
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
+def test_a_hook_that_returns_fp32_before_a_cast(name):
+    plain = nn.Sequential(CastsProduct()).bfloat16()
+    patched = copy.deepcopy(plain)
+    assert liger_hw.patch(patched).replaced
+    for model in (plain, patched):
+        getattr(model[0], name).register_forward_hook(lambda module, args, y: y.float())
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    assert torch.equal(patched(x), plain(x))
+
+
+def test_a_cast_to_the_other_dtype_of_16_bits_than_autocasts():
+    plain = nn.Sequential(CastsProduct())
+    patched = copy.deepcopy(plain)
+    assert liger_hw.patch(patched).replaced
+    x = 3000 * torch.randn(3, 32).half()  # the products are infinite in fp16
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(patched(x), plain(x), equal_nan=True)

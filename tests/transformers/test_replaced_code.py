@@ -576,3 +576,75 @@ def test_a_decorator_counts_in_the_forward(name, hides, monkeypatch):
     assert counts[1] == counts[0] and counts[0][0] > 0
     liger_hw.unpatch(patched)
     assert part.forward.calls == cls.forward.calls
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", ["smoothed", "ForMaskedLMLoss"])
+def test_another_loss_by_both_of_its_names(name, before, monkeypatch):
+    def smoothed(logits, labels, vocab_size, **_):
+        labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(logits.float().view(-1, vocab_size), labels.reshape(-1), label_smoothing=0.2)
+
+    loss = smoothed if name == "smoothed" else loss_utils.ForMaskedLMLoss
+    plain, patched = (None, None) if before else tiny.pair()
+    monkeypatch.setattr(loss_utils, "ForCausalLMLoss", loss)
+    monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", loss)
+    if before:
+        plain, patched = tiny.pair()
+    assert_same_loss(plain, patched)
+
+
+@pytest.mark.parametrize("attribute", ["__defaults__", "__code__"])
+def test_a_loss_that_a_program_changed_in_place_before_patch(attribute, monkeypatch):
+    def summed(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs):
+        return logits.sum()
+
+    values = {"__defaults__": (None, 3, None), "__code__": summed.__code__}
+    monkeypatch.setattr(loss_utils.ForCausalLMLoss, attribute, values[attribute])
+    ids = tiny.tokens()["input_ids"]
+    expected, found = (tiny.call(model, input_ids=ids, labels=ids).loss for model in tiny.pair())
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("owner", [nn.Module, nn.Linear], ids=["nn.Module", "nn.Linear"])
+def test_calls_of_linear_layers_that_a_program_replaced_before_the_first_patch(owner, monkeypatch):
+    call = nn.Module.__call__
+
+    def rounded(self, *args, **kwargs):
+        result = call(self, *args, **kwargs)
+        return result.bfloat16().to(result.dtype) if isinstance(self, nn.Linear) else result
+
+    monkeypatch.setattr(owner, "__call__", rounded, raising=False)
+    monkeypatch.setattr(pins, "COMMON", tuple(pin._replace(value=getattr(pin.owner, pin.name)) for pin in pins.COMMON))
+    plain, patched = tiny.pair()
+    assert_same_loss(plain, patched)
+    expected, found = (tiny.call(m, **tiny.tokens()).logits for m in (plain, patched))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_of_linear_layers_that_is_no_function(monkeypatch):
+    monkeypatch.setattr(nn.Linear, "forward", functools.partialmethod(half(nn.Linear.forward)))
+    assert_same_loss(*tiny.pair())
+
+
+def test_a_decorator_of_attention_that_changes_later(monkeypatch):
+    def switchable(function):
+        @functools.wraps(function)
+        def call(*args, factor=1.0, **kwargs):
+            result, *others = function(*args, **kwargs)
+            return result * factor, *others
+
+        return call
+
+    own = llama.LlamaAttention.forward
+    for name, value in (
+        ("cell_contents", half(own)), ("__kwdefaults__", {"factor": 0.5}), ("__code__", half(own).__code__),
+    ):  # fmt: skip
+        with monkeypatch.context() as context:
+            context.setattr(llama.LlamaAttention, "forward", switchable(own))
+            call = llama.LlamaAttention.forward
+            plain, patched = tiny.pair()
+            before = tiny.call(plain, **tiny.tokens()).loss
+            context.setattr(call.__closure__[0] if name == "cell_contents" else call, name, value)
+            assert_same_loss(plain, patched)
+            assert not torch.equal(tiny.call(plain, **tiny.tokens()).loss, before), "the change shows"
