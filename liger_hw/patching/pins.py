@@ -318,7 +318,8 @@ def hides_nothing(cls, patched):
     """Tell whether a program's subclass of a patched class hides no name that code reads."""
     bases = itertools.takewhile(lambda base: base is not patched, cls.__mro__)
     names = reading.attributes_read | HIDES_ALL
-    return all(is_known(base) or names.isdisjoint(vars(base)) for base in bases)
+    members = ((name, vars(base)[name]) for base in bases if not is_known(base) for name in names & vars(base).keys())
+    return all(value is getattr(patched, name, MISSING) for name, value in members)
 
 
 def _changes_operations(kernel):

@@ -675,6 +675,13 @@ def test_a_subclass_of_torch_runs_the_op():
     assert Halved.forward.__code__ not in codes_of(patched, ROWS)
 
 
+def test_a_subclass_that_repeats_a_member_runs_the_op():
+    """FSDP2's of a transformers 4 model has `config_class` again."""
+    _, patched = pair(Halved())
+    patched.__class__ = type("FSDPHalved", (type(patched),), {"product": Halved.product})
+    assert Halved.forward.__code__ not in codes_of(patched, ROWS)
+
+
 class RoundingNorm(Norm):
     def forward(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
