@@ -365,7 +365,7 @@ def _loss_is_known():
         total, count = total.masked_fill(targets == -100, 0).sum(), (targets != -100).sum()
         return total / (count if num_items_in_batch is None else num_items_in_batch)
 
-    labels = torch.tensor([[0, 3, -100, 6, 1], [-100, 2, 2, 5, 4]])
+    labels = torch.tensor([[0, 3, -100, 6, 1], [-100, 2, 2, 5, 4]], device="cpu")
     logits = probing.random_rows(probing.generator(), 2, 5, 7)
     options = {}, {"num_items_in_batch": 3}, {"shift_labels": labels.flip(0)}
 

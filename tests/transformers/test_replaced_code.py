@@ -648,3 +648,10 @@ def test_a_decorator_of_attention_that_changes_later(monkeypatch):
             context.setattr(call.__closure__[0] if name == "cell_contents" else call, name, value)
             assert_same_loss(plain, patched)
             assert not torch.equal(tiny.call(plain, **tiny.tokens()).loss, before), "the change shows"
+
+
+def test_a_model_is_patched_where_another_device_is_the_default():
+    model = tiny.model()
+    with torch.device("meta"):
+        summary = liger_hw.patch(model)
+    assert not summary.left and tiny.is_lazy(tiny.call(model, **tiny.tokens()))
