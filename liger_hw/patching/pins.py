@@ -317,7 +317,7 @@ LEFT_BY_LIBRARIES = {"__slotnames__", "___needs_generation_tag_patch", "___has_g
 def hides_nothing(cls, patched):
     """Tell whether a program's subclass of a patched class hides no name that code reads."""
     bases = itertools.takewhile(lambda base: base is not patched, cls.__mro__)
-    names = reading.attributes_read | HIDES_ALL
+    names = (reading.attributes_read | HIDES_ALL) - {"__module__", "__doc__"}  # which each class has
     members = ((name, vars(base)[name]) for base in bases if not is_known(base) for name in names & vars(base).keys())
     return all(value is getattr(patched, name, MISSING) for name, value in members)
 

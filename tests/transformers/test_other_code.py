@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import liger_hw
+from liger_hw.patching import reading
 
 ROWS = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
 SCALE = 1
@@ -675,8 +676,9 @@ def test_a_subclass_of_torch_runs_the_op():
     assert Halved.forward.__code__ not in codes_of(patched, ROWS)
 
 
-def test_a_subclass_that_repeats_a_member_runs_the_op():
-    """FSDP2's of a transformers 4 model has `config_class` again."""
+def test_a_subclass_that_repeats_a_member_runs_the_op(monkeypatch):
+    """FSDP2's of a model has `config_class` again, and a module and a text of its own, which PEFT's DoRA reads."""
+    monkeypatch.setattr(reading, "attributes_read", reading.attributes_read | {"__module__", "__doc__"})
     _, patched = pair(Halved())
     patched.__class__ = type("FSDPHalved", (type(patched),), {"product": Halved.product})
     assert Halved.forward.__code__ not in codes_of(patched, ROWS)
