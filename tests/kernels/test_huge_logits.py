@@ -146,7 +146,8 @@ def test_vocabularies_of_whole_blocks(student_cols, teacher_cols, kind, backend,
     expected = torch.nn.functional.cross_entropy(student, labels, reduction="none")
     torch.testing.assert_close(hard, expected.detach())
     rows -= torch.autograd.grad(expected.sum(), student)[0]
-    hold_rows(soft, rows, student, soft_rows(student, teacher, kind, 0.5, 2.0))
+    # in float64: torch's fp32 sums of 8,192 columns are 1.3e-5 off on some CPUs, the kernel's 5e-7
+    hold_rows(soft, rows, student, soft_rows(student.double(), teacher.double(), kind, 0.5, 2.0).float())
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
