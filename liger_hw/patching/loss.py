@@ -361,9 +361,7 @@ def _loss_is_known():
 
     def definition(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None):
         targets = shift_left(labels, -100) if shift_labels is None else shift_labels
-        total = -logits.float().log_softmax(-1).gather(-1, targets.clamp(0)[..., None])[..., 0]
-        total, count = total.masked_fill(targets == -100, 0).sum(), (targets != -100).sum()
-        return total / (count if num_items_in_batch is None else num_items_in_batch)
+        return cross_entropy.reference(logits.view(-1, vocab_size), targets.reshape(-1), num_items=num_items_in_batch)
 
     labels = torch.tensor([[0, 3, -100, 6, 1], [-100, 2, 2, 5, 4]], device="cpu")
     logits = probing.random_rows(probing.generator(), 2, 5, 7)

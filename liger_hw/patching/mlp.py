@@ -156,7 +156,7 @@ def _weight_dtype(projection, default):
 
 def _casts(down, names, producers, x):
     """Tell whether a cast in an MLP's code may change a dtype."""
-    if not return_new_memory(producers):
+    if not return_new_memory(producers):  # a hook, or a program's layer, may return another dtype
         return True
     if autocasts(x.device.type):
         dtypes = x.dtype, _weight_dtype(down, x.dtype)  # T5 casts to the latter
