@@ -334,16 +334,6 @@ def function_pins(function):
     return pins + [Pin(by_name, *item) for item in by_name.items()]
 
 
-def decoration_pins(function):
-    """Return pins of the decorators around a function, of which a patched method has copies."""
-    pins = []
-    while isinstance(wrapped := getattr(function, "__wrapped__", None), types.FunctionType):
-        cells = [cell for cell in function.__closure__ or () if values.content(cell) is wrapped]
-        pins += [*function_pins(function), *(Pin(cell, "cell_contents", wrapped) for cell in cells)]
-        function = wrapped
-    return pins
-
-
 def all_code(code):
     yield code
     for constant in code.co_consts:

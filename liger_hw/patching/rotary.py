@@ -9,10 +9,11 @@ from torch.compiler import is_compiling
 from liger_hw.patching.match import Match, compiles_by_itself
 from liger_hw.patching.pins import code_guard
 from liger_hw.patching.probing import agree
-from liger_hw.patching.reading import Pin, decoration_pins, read_function, read_globals
+from liger_hw.patching.reading import Pin, function_pins, read_function, read_globals
 from liger_hw.patching.rebinding import innermost, model_methods, with_globals
 from liger_hw.patching.rotation import by_op, case_of, prove_rotation, replacement
 from liger_hw.patching.shared_inputs import Sharing, groups_in
+from liger_hw.patching.values import content
 from liger_hw.patching.witnesses import Proof
 
 NO_ROTATION = "the op rope does not compute the rotation of {}"
@@ -27,7 +28,7 @@ class RotaryMatch(Match):
         functions, pins = rotary_functions(original), []
         for name, method in _methods(original, dict(self.names)).items():
             pins += [Pin(original, name, method), *read_globals(innermost(method), dict(self.names)).pins]
-            pins += decoration_pins(method)
+            pins += _decoration_pins(method)
         return [*pins, *(pin for name, _ in self.names for pin in read_function(functions[name]).pins)], set()
 
     def guard(self, original):
@@ -49,6 +50,16 @@ def _methods(cls, names):
     """Return name -> method of `cls` that calls one of the global `names`."""
     methods = model_methods(cls).items()
     return {name: method for name, method in methods if set(innermost(method).__code__.co_names) & set(names)}
+
+
+def _decoration_pins(function):
+    """Return pins of the decorators around a function, of which a patched method has copies."""
+    pins = []
+    while isinstance(wrapped := getattr(function, "__wrapped__", None), types.FunctionType):
+        cells = [cell for cell in function.__closure__ or () if content(cell) is wrapped]
+        pins += [*function_pins(function), *(Pin(cell, "cell_contents", wrapped) for cell in cells)]
+        function = wrapped
+    return pins
 
 
 def _guarded(original, name, copied, unchanged):
