@@ -83,8 +83,9 @@ def _serve(pipe, place, rank, count):
     if not interpreting() and torch.accelerator.is_available() and torch.accelerator.device_count() >= count:
         torch.accelerator.set_device_index(rank)
         _device = torch.device(torch.accelerator.current_accelerator(check_available=True).type, rank)
-    of_device = dist.get_default_backend_for_device(_device)
-    backends = of_device if _device.type == "cpu" else f"cpu:gloo,{_device.type}:{of_device}"
+    backends = dist.get_default_backend_for_device(_device)
+    if _device.type != "cpu":  # a test's model may stay on the host
+        backends = f"cpu:gloo,{_device.type}:{backends}"
     dist.init_process_group(
         backends, store=dist.FileStore(place, count), rank=rank, world_size=count,
         timeout=datetime.timedelta(seconds=200), device_id=None if _device.type == "cpu" else _device,

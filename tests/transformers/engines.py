@@ -193,7 +193,7 @@ def learn_alike(
         evaluate: compute the loss without gradients between backward and optimizer step.
         change: a function of the plain model before the copy, which returns it.
         beside_plain: the patched model may differ three times as much as the plain model under the same engine (two
-            H200s: 2.2 times, by the fast exponentials of kernels).
+            H200s: 2.2 times).
         options: `checkpointed`, and the model's configuration.
     """
     checkpointed = options.pop("checkpointed", None)
