@@ -247,6 +247,8 @@ def learn_the_same_with_planned_activations(engine, budget, host_budget, communi
     with (
         mock.patch.object(type(planned), "_has_large_inputs", lambda self, hidden: host_budget > 0),
         mock.patch.object(type(planned), "_budget_bytes", with_recomputation),
+        # on a busy GPU a plan may measure slower than recomputation, and would then keep nothing
+        mock.patch.object(type(planned), "_reject_operations", lambda self: None),
     ):
         for _ in range(steps):
             found, expected = (step(each, unequal(dist.get_rank())) for each in engines)
