@@ -40,6 +40,11 @@ COMPARABLE = (
     numbers.Number, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, torch.Size, types.FunctionType,
     types.BuiltinFunctionType,
 )  # fmt: skip
+SHOWN_WHOLE = slice, torch.layout, torch.memory_format, types.UnionType, types.GenericAlias  # by `repr`
+CODE_FIELDS = (  # without the place in the file
+    "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_posonlyargcount",
+    "co_kwonlyargcount", "co_flags", "co_exceptiontable",
+)  # fmt: skip
 FUNCTION_TYPES = (types.FunctionType, types.BuiltinFunctionType)
 CONTAINERS = (list, dict, set, collections.deque)
 ENUM_BOOKKEEPING = ENUM_ATTRIBUTES - {"_value_"}
@@ -358,7 +363,9 @@ def guard(pins, attributes, shadowed, bypassed, classes=(), inputs=()):
     # a parametrization may change its state at each read of a parameter, and a replacement may read it twice
     conditions = ["code_unchanged()", "'parametrizations' not in module._modules"]
     conditions.append("(type(module) is patched[1] or hides_nothing(type(module), patched[1]))")
-    code_unchanged = code_guard(pins, (*classes, *(cls for _, cls in bypassed)))
+    names = {name for name, _ in bypassed} | {pin.fields[0] for pin in attributes if not pin.children}
+    bases = [base for cls in classes for base in cls.__mro__ if not is_known(base)]
+    code_unchanged = code_guard(pins, (*classes, *(cls for _, cls in bypassed)), names, bases)
     members = code_unchanged.members
     values = {"code_unchanged": code_unchanged, "members": members, "patched": members.patched, "fact": fact}
     values |= {"hides_nothing": hides_nothing, "is_intercepted": is_intercepted, "original_class": original_class}
@@ -408,17 +415,20 @@ def _described(value):
         return f"{value.__module__}.{value.__qualname__} {_described_code(value.__code__)}"
     if isinstance(value, property):
         return f"property {_described(value.fget)}"
+    if isinstance(value, dict):
+        value = tuple(value.items())
     if isinstance(value, (tuple, frozenset)):
         texts = [_described(item) for item in value]
         return f"{type(value).__name__} {texts if isinstance(value, tuple) else sorted(texts)}"
-    if isinstance(value, COMPARABLE) and not isinstance(value, (type, types.BuiltinFunctionType)):
+    if isinstance(value, (*COMPARABLE, *SHOWN_WHOLE)) and not isinstance(value, (type, types.BuiltinFunctionType)):
         return repr(value)
-    return f"{type(value).__name__} {getattr(value, '__name__', '')}"
+    name = getattr(value, "__qualname__", getattr(value, "__name__", ""))
+    return f"{type(value).__name__} {getattr(value, '__module__', '')} {name}"
 
 
 def _described_code(code):
     constants = [_described_code(c) if isinstance(c, types.CodeType) else _described(c) for c in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {constants}"
+    return f"{[getattr(code, name) for name in CODE_FIELDS]} {constants}"
 
 
 def _partial(partial_fact):
@@ -428,8 +438,11 @@ def _partial(partial_fact):
     return functools.partial(function, *(value for _, value in args), **dict(pairs))
 
 
-def code_guard(pins, classes=()):
-    """Return a function that compares `Pin`s and names in classes, and looks for modes."""
+def code_guard(pins, classes=(), attributes=(), bases=()):
+    """Return a function that compares `Pin`s and names in classes, and looks for modes.
+
+    `bases`, the program's classes of a module, may get none of its `attributes` as a name, even for a deleted one.
+    """
     # torch.jit.trace records the operations, which a kernel's launch hides
     conditions = ["not is_tracing()", "(not dispatch_modes() and not function_modes() or only_harmless_modes())"]
     values = {"is_tracing": _torch.is_tracing}
@@ -451,6 +464,9 @@ def code_guard(pins, classes=()):
             values["is_zero3_linear"] = is_zero3_linear
             same = f"({same} or is_zero3_linear({current}))"
         pinned.append(same)
+    for index, base in enumerate(bases):
+        values[f"b{index}"] = vars(base)
+        conditions += [f"{name!r} not in b{index}" for name in sorted({*attributes} - vars(base).keys())]
     members = Members(classes)
     values |= {f"m{index}": names for index, (names, _, _) in enumerate(members.classes)}
     names = (*(f"m{i}" for i in range(len(members.classes))), "kernels", "patched[0]")

@@ -597,7 +597,7 @@ def _read_called(function, name, code):
     if values.is_known_library(function) and function.__closure__:
         code.refuse(f"calls {name}, which {function.__globals__['__name__']} made")
     if values.is_known(function):
-        code.pins.append(Pin(function, "__code__", function.__code__))
+        code.pins += function_pins(function)
         code.waiting += _functions_to_read(function)
     elif values.package(function) in sys.stdlib_module_names:
         code.refuse(f"calls {function.__module__}.{function.__qualname__}")

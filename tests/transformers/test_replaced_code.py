@@ -402,8 +402,15 @@ def test_deeply_nested_attributes_are_no_obstacle():
     assert liger_hw.patch(nn.Sequential(module)).replaced
 
 
+COLUMNS = slice(None)
+
+
 def times(y, factor=1.0):
-    return y * factor
+    return y[..., COLUMNS] * factor
+
+
+def times_exchanged(factor, y=1.0):
+    return factor[..., COLUMNS] * y
 
 
 class RemoteNorm(Norm):
@@ -419,8 +426,10 @@ class RemoteNorm(Norm):
         (RemoteNorm, "forward", lambda self, x: Norm.forward(self, x) / 2),
         (RemoteNorm, "FACTORS", (2.0,)),
         (times, "__defaults__", (2.0,)),
+        (times, "__code__", times_exchanged.__code__),
+        (sys.modules[__name__], "COLUMNS", slice(0, 64)),
     ],
-    ids=["forward", "FACTORS", "default"],
+    ids=["forward", "FACTORS", "default", "names of parameters", "slice"],
 )
 def test_a_pickle_of_code_that_changed_comes_back_unpatched(owner, name, value, monkeypatch):
     _, patched = pair(RemoteNorm())
@@ -592,6 +601,39 @@ def test_another_loss_by_both_of_its_names(name, before, monkeypatch):
     if before:
         plain, patched = tiny.pair()
     assert_same_loss(plain, patched)
+
+
+class TorchsNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64))
+
+    def forward(self, x):
+        return F.layer_norm(x, (64,), self.weight)
+
+
+def test_defaults_of_torchs_functions(monkeypatch):
+    plain, patched = pair(TorchsNorm())
+    monkeypatch.setattr(F.layer_norm, "__defaults__", (None, None, 3.0))
+    assert torch.equal(patched(ROWS), plain(ROWS)) and not torch.equal(plain(ROWS), F.layer_norm(ROWS, (64,), eps=1e-5))
+
+
+@pytest.mark.parametrize("base", [False, True], ids=["class", "its base"])
+@pytest.mark.parametrize(
+    "value", [property(lambda self: torch.relu), staticmethod(torch.relu)], ids=["property", "static"]
+)
+def test_a_new_name_in_place_of_a_deleted_one(value, base):
+    class Marked(MLP):
+        mark = None
+
+    class Derived(Marked):
+        pass
+
+    plain, patched = pair(Derived())
+    before, owner = plain(ROWS), Marked if base else Derived
+    del Marked.mark  # so that the classes have as many names as before
+    owner.act_fn = value
+    assert torch.equal(patched(ROWS), plain(ROWS)) and not torch.equal(plain(ROWS), before)
 
 
 @pytest.mark.parametrize("attribute", ["__defaults__", "__code__"])
