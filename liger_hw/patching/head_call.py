@@ -13,7 +13,9 @@ from liger_hw import _torch
 from liger_hw.patching.record import apply_steps, autocast_dtype
 
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
-TENSOR_NAMES, CHANGED = ("hidden states", "weight", "bias"), "changed"
+TENSOR_NAMES = "hidden states", "weight", "bias"
+CHANGED = f"changed since (an optimizer step?). Read outputs.logits before that, or {ADVICE}"
+GONE = f"lost memory after the forward (FSDP frees it there): {ADVICE}"
 
 
 class Forward:
@@ -62,7 +64,7 @@ class Source:
             if name not in names:
                 continue
             if tensor.untyped_storage().nbytes() == 0 < tensor.numel():
-                yield name, "lost memory (sharded or freed)"
+                yield name, GONE
                 continue
             version_now = None if version is None else _torch.tensor_version(tensor)
             if version_now != version or sums_too and not torch.equal(_fingerprint(tensor)[1], sums):
@@ -72,8 +74,7 @@ class Source:
         """Raise a RuntimeError if the head's tensors have changed since the forward."""
         for name, change in self.changes(names, sums_too):
             raise RuntimeError(
-                f"the logits of this forward were not computed and cannot be now: the head's {name} {change} since "
-                f"(an optimizer step?). Read outputs.logits before that, or {ADVICE}"
+                f"the logits of this forward were not computed and cannot be now: the head's {name} {change}"
             )
 
     def logits(self, steps):

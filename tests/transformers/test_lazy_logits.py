@@ -823,6 +823,14 @@ def test_logits_of_weights_that_changed_are_an_error(change, read):
         read(out.logits).sum().item()
 
 
+def test_logits_of_weights_that_were_freed_are_an_error():
+    _, patched, inputs = _models()
+    out = tiny.call(patched, **inputs)
+    patched.lm_head.weight.untyped_storage().resize_(0)  # as FSDP does
+    with pytest.raises(RuntimeError, match="weight lost memory after the forward .*: call .* skip_logits=False"):
+        out.logits.sum()
+
+
 @pytest.mark.parametrize("change", ["data", "functional_call"])
 def test_weights_that_were_exchanged_do_not_matter(change):
     plain, patched, inputs = _models()
