@@ -34,7 +34,7 @@ from liger_hw.patching.lazy_logits import LazyLogits
 from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
 from liger_hw.patching.pins import replaced_linear_code
-from liger_hw.patching.reading import Pin, attributes_in, attributes_read, read, read_function
+from liger_hw.patching.reading import Pin, all_code, attributes_in, attributes_read, read, read_function
 from liger_hw.patching.swapping import swapped_base
 from liger_hw.patching.traced_logits import TracedLogits
 from liger_hw.patching.values import package, replaced_function
@@ -407,6 +407,14 @@ def _written_by_transformers(function):
     return True
 
 
+def _tells_tensors_apart(forward):
+    """Tell whether a program's forward may ask for the class or the node of logits."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    names = {name for part in all_code(code) for name in part.co_names} if code else set()
+    asks = "grad_fn" in names or "Tensor" in names and not names.isdisjoint(("type", "__class__"))
+    return asks and not _written_by_transformers(forward)
+
+
 def _is_causal_lm_loss(loss_function):
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -509,6 +517,8 @@ def match_loss(model, lora, **losses):
     owner = model, CausalLMMatch(options=tuple(sorted(losses.items())), lora=lora)
     if losses["cross_entropy"]:
         return [owner], None
+    if _tells_tensors_apart(type(model).forward):
+        return [], "its forward asks for the class of a tensor, or for its grad_fn: logits are computed as before"
     head = head_of(model)
     matches = match_heads(head)
     if matches is None:

@@ -598,6 +598,8 @@ def _read_called(function, name, code):
         code.refuse(f"calls {name}, which {function.__globals__['__name__']} made")
     if values.is_known(function):
         code.pins += function_pins(function)
+        called = ((n, vars(torch).get(n)) for n in function.__code__.co_names)  # F.layer_norm calls torch.layer_norm
+        code.pins += [Pin(torch, n, value) for n, value in called if isinstance(value, types.BuiltinFunctionType)]
         code.waiting += _functions_to_read(function)
     elif values.package(function) in sys.stdlib_module_names:
         code.refuse(f"calls {function.__module__}.{function.__qualname__}")

@@ -1,5 +1,6 @@
 """A model whose forward a program wrote: what it returns, which options it takes, what it does beside the head."""
 
+import copy
 import dataclasses
 import types
 from typing import NamedTuple
@@ -192,3 +193,24 @@ def test_attributes_of_a_program_whose_names_begin_as_the_packages():
     copied = tiny.copy.deepcopy(model)
     liger_hw.unpatch(copied)
     assert copied.liger_run == copied.model.norm.liger_run == "mine"
+
+
+OWN_FORWARD = """
+def forward(self, input_ids, labels=None, **kwargs):
+    logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+    logits = logits / 2 if {} else logits
+    return CausalLMOutput(loss=self.loss_function(logits, labels, self.config.vocab_size), logits=logits)
+"""
+
+
+@pytest.mark.parametrize(
+    "question", ["type(logits) is torch.Tensor", "logits.__class__ == torch.Tensor", "'View' in logits.grad_fn.name()"]
+)
+def test_a_forward_that_asks_what_its_logits_are(question):
+    namespace = {}
+    exec(OWN_FORWARD.format(question), globals(), namespace)
+    plain = tiny.model()
+    plain.__class__ = type("Own", (LlamaForCausalLM,), namespace)
+    patched = copy.deepcopy(plain)
+    assert "its forward asks for the class of a tensor" in str(liger_hw.patch(patched))
+    assert_alike(plain, patched, lambda outputs: (outputs.loss, outputs.logits))

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger_hw
-from liger_hw.patching import pins, swapping
+from liger_hw.patching import pins, reading, swapping
 
 transformers = tiny.transformers
 llama = transformers.models.llama.modeling_llama
@@ -616,6 +616,10 @@ def test_defaults_of_torchs_functions(monkeypatch):
     plain, patched = pair(TorchsNorm())
     monkeypatch.setattr(F.layer_norm, "__defaults__", (None, None, 3.0))
     assert torch.equal(patched(ROWS), plain(ROWS)) and not torch.equal(plain(ROWS), F.layer_norm(ROWS, (64,), eps=1e-5))
+
+
+def test_functions_in_c_that_torchs_functions_call_are_pinned():
+    assert any(pin.owner is torch and pin.name == "layer_norm" for pin in reading.read(TorchsNorm).pins)
 
 
 @pytest.mark.parametrize("base", [False, True], ids=["class", "its base"])
