@@ -15,7 +15,7 @@ from liger_hw.patching.record import apply_steps, autocast_dtype
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
 TENSOR_NAMES = "hidden states", "weight", "bias"
 CHANGED = f"changed since (an optimizer step, or a write in place?). Read the logits before that, or {ADVICE}"
-GONE = f"lost memory after the forward (FSDP frees it there): {ADVICE}"
+GONE = f"lost memory after the forward (sharded again, or freed): {ADVICE}"
 
 
 class Forward:
