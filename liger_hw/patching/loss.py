@@ -21,6 +21,7 @@ from liger_hw._torch import (
     is_wrapped_by_fsdp1,
     traced,
     tree_map_only,
+    without_modes,
     without_saved_tensors_hooks,
 )
 from liger_hw.checks import KERNEL_DTYPES, check, refuse
@@ -355,6 +356,7 @@ def _loss_pins():
     return [*read(torch.nn.Linear).pins, loss, *read_function(loss.value).pins, *_op_pins()]
 
 
+@without_modes()
 def _loss_is_known():
     """Tell whether transformers' loss, whose code may have changed, is the ops' one."""
     from transformers.loss.loss_utils import ForCausalLMLoss

@@ -335,6 +335,18 @@ def test_a_probe_leaves_every_mode(mode):
     assert not liger_hw.patch(module).replaced and liger_hw.patch(MLP()).replaced
 
 
+def test_a_model_is_built_patched_and_trained_within_fake_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = transformers.LlamaConfig(**tiny.TINY)
+    with FakeTensorMode():
+        model = transformers.LlamaForCausalLM(config)
+        assert liger_hw.patch(model).replaced
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+        model(tokens, labels=tokens).loss.backward()
+        assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
 def test_patched_classes_of_local_code_do_not_stay():
     def build():
         large = torch.zeros(10)
