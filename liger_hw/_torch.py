@@ -216,14 +216,17 @@ def autograd_records(recording: bool):
         yield
 
 
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 def saved_tensors_hooks():
     """Return the innermost pair of hooks for saved tensors (pack, unpack), or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top_saved_tensors_hooks(True)
 
 
 @constant_result
 def no_saved_tensors_hooks():
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return top_saved_tensors_hooks(True) is None
 
 
 def is_checkpointed() -> bool:

@@ -17,7 +17,6 @@ loss reads it, writes to it or adds to it, it computes its values, and the head'
 import copy
 import inspect
 import weakref
-from itertools import zip_longest
 
 import torch
 from torch.nn.functional import linear  # as now: a program may replace it between the forward and the backward
@@ -332,9 +331,7 @@ class HeadFunction(FunctionOfLazyLogits):
         if on_cpu and learns[1] and same[0]:
             kept.append(("hidden states", source.tensors[0]))
         ctx.kept = [(name, version_of(tensor)) for name, tensor in kept]
-        # hooks of a program may copy the tensors, which may then change; copies on a GPU would cost its memory.
-        # The first is freed with the graph, after which torch refuses a second backward
-        ctx.save_for_backward(hidden.new_empty(0), *(x for _, x in kept if on_cpu and _torch.saved_tensors_hooks()))
+        ctx.save_for_backward(hidden.new_empty(0))  # freed with the graph, after which torch refuses a second backward
         record = Record(source.tensors[0], weight.shape[0], source.autocast_dtype or hidden.dtype)
         return LazyLogits(Cell(ctx.call, source, record))
 
@@ -342,30 +339,23 @@ class HeadFunction(FunctionOfLazyLogits):
     def backward(ctx, grad):
         if grad is None:
             return (None,) * 5
-        _, *packed = ctx.saved_tensors  # torch's error, if the graph was freed; checkpointing allows one access
+        _ = ctx.saved_tensors  # torch's error, if the graph was freed; checkpointing allows one access
         source, kept = ctx.call.kept, ctx.kept
         if not _torch.backward_keeps_graph():  # hooks of engines hold the loss's graph through the layers' backward
             ctx.call.kept, ctx.kept = None, []  # torch swaps no weight that has weak references
-        copies, read = {}, []
-        for (name, seen), unpacked in zip_longest(kept, packed):
-            tensor = seen[0]()
-            if unpacked is not None and tensor is not None and _torch.storage_id(unpacked) != _torch.storage_id(tensor):
-                copies[name] = unpacked
-                continue
-            read.append(name)
+        for name, seen in kept:
             if name != "hidden states":
                 refuse_written("the head", seen)
         if grad.device.type == "cpu":
-            _refuse_changed(source, read)
+            _refuse_changed(source, [name for name, _ in kept])
         if isinstance(grad, LossGradient):
             if grad.cell.values is None:
                 return *grad.cell.operand_gradients(), None, None
             grad = grad.cell.values
         source, learns = source or ctx.call.source(), ctx.needs_input_grad
         needed = [name for name, learn in zip(("weight", "hidden states"), learns) if learn]
-        source.check_unchanged([name for name in needed if name not in copies])
+        source.check_unchanged(needed)
         (hidden, weight, bias), dtype = source.tensors, source.autocast_dtype
-        hidden, weight = copies.get("hidden states", hidden), copies.get("weight", weight)
         x, w = (hidden, weight) if dtype is None else (hidden.to(dtype), weight.to(dtype))
         rows = grad.reshape(-1, grad.shape[-1])
         return (

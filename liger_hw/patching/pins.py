@@ -14,6 +14,7 @@ import itertools
 import numbers
 import sys
 import types
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from liger_hw.patching.values import (
     is_known,
     is_zero3_linear,
     may_compute,
+    package,
     replaced_function,
 )
 from liger_hw.patching.witnesses import cover
@@ -50,7 +52,13 @@ CONTAINERS = (list, dict, set, collections.deque)
 ENUM_BOOKKEEPING = ENUM_ATTRIBUTES - {"_value_"}
 OBJECT_SIZES = {type("Empty", (), {}).__basicsize__, types.SimpleNamespace.__basicsize__}
 DEEPEST = 8  # of nested containers, beyond which a value cannot be compared
-HARMLESS_MODES = set()  # classes of modes, besides torch's and this package's, that change no operation
+KEEP_VALUES = (  # packages, with their hooks for saved tensors
+    *KNOWN_PACKAGES, "trl", "torchtune", "verl", "swift", "megatron", "transformer_engine",
+)  # fmt: skip
+HOOKS_MAY_ROUND = (
+    "patched modules run their own code within these hooks for saved tensors, which may round values: if both "
+    "functions return what autograd saved, set pack.keeps_values = unpack.keeps_values = True"
+)
 # that of linear layers, which replacements compute themselves, is nn.Module's, which torch.fx replaces while it traces
 COMMON = tuple(
     Pin(torch.nn.Linear, name, getattr(torch.nn.Linear, name)) for name in ("__call__", "_call_impl", "__getattr__")
@@ -342,9 +350,21 @@ def only_harmless_modes():
     Within `allow_mutation_on_saved_tensors` torch copies what an operation writes to, which fails for absent arguments.
     """
     return not _torch.saved_tensors_may_change() and all(
-        type(mode).__module__.partition(".")[0] in KNOWN_PACKAGES or type(mode) in HARMLESS_MODES
+        type(mode).__module__.partition(".")[0] in KNOWN_PACKAGES
         for mode in (*_torch.active_dispatch_modes(), *_torch.active_function_modes())
     )
+
+
+def hooks_keep_values():
+    """Tell whether the hooks for saved tensors, if any, return the values that autograd saved.
+
+    Those of a program may round them, and a replacement does not save what the module's own code saves.
+    """
+    hooks = _torch.saved_tensors_hooks() or ()
+    if all(package(hook) in KEEP_VALUES or getattr(hook, "keeps_values", False) for hook in hooks):
+        return True
+    warnings.warn(HOOKS_MAY_ROUND, stacklevel=2)
+    return False
 
 
 def guard(pins, attributes, shadowed, bypassed, classes=(), inputs=()):
@@ -445,7 +465,9 @@ def code_guard(pins, classes=(), attributes=(), bases=()):
     """
     # torch.jit.trace records the operations, which a kernel's launch hides
     conditions = ["not is_tracing()", "(not dispatch_modes() and not function_modes() or only_harmless_modes())"]
-    values = {"is_tracing": _torch.is_tracing}
+    conditions.append("(top_saved_tensors_hooks(True) is None or hooks_keep_values())")
+    values = {"is_tracing": _torch.is_tracing, "hooks_keep_values": hooks_keep_values}
+    values |= {"top_saved_tensors_hooks": _torch.top_saved_tensors_hooks}
     values |= {"dispatch_modes": _torch.dispatch_modes, "function_modes": _torch.function_modes}
     values |= {"only_harmless_modes": only_harmless_modes}
     owners, pinned = {}, []

@@ -90,14 +90,14 @@ def test_a_part_of_an_adapted_head_written_before_the_backward(part, targets):
 @pytest.mark.parametrize("part", ["base_layer", "lora_B.default"])
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"lora_bias": True}], ids=str)
 def test_writes_to_an_adapted_head_that_torch_does_not_count(options, part, copies):
-    """The backward has the gradients of the forward, or refuses where PEFT's mixes both."""
+    """The backward has PEFT's gradients, or refuses where those mix two weights."""
     plain, patched = models = pair_with_head(lora_dropout=0.0, **options)
     for model in models:
         hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone if copies else lambda x: x, lambda x: x)
         with contextlib.nullcontext() if copies is None else hooks:
             loss = tiny.call(model, **tiny.tokens()).loss
         model.base_model.model.lm_head.get_submodule(part).weight.data.mul_(1.5)
-        if model is patched and not copies and not options:
+        if model is patched and copies is None and not options:
             with pytest.raises(RuntimeError, match="the head's weights? changed .* call backward before"):
                 loss.backward()
             return

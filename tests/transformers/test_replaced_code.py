@@ -319,6 +319,37 @@ def test_modes_of_torch_change_nothing():
         assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
 
 
+def round_to_8_bits(x):
+    return x if isinstance(x, nn.Parameter) or not x.is_floating_point() else x.to(torch.float8_e5m2).to(x.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:patched modules run their own code")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_hooks_of_a_program_round_what_the_modules_code_saves(family):
+    plain, patched = tiny.pair(family)
+    for model in (plain, patched):
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(round_to_8_bits), lambda x: x):
+            loss = model(**tiny.tokens()).loss
+        loss.backward()
+    for p, q in zip(plain.parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_that_keep_values_change_nothing():
+    _, patched = tiny.pair()
+    with torch.autograd.graph.save_on_cpu():
+        assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
+
+    def keep(x):
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        with pytest.warns(UserWarning, match="set pack.keeps_values = unpack.keeps_values = True"):
+            assert not tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
+        keep.keeps_values = True
+        assert tiny.is_lazy(tiny.call(patched, **tiny.tokens()))
+
+
 class AlwaysSilu(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return F.silu(args[0]) if func is torch.relu else func(*args, **(kwargs or {}))
