@@ -363,7 +363,7 @@ def hooks_keep_values():
     hooks = _torch.saved_tensors_hooks() or ()
     if all(package(hook) in KEEP_VALUES or getattr(hook, "keeps_values", False) for hook in hooks):
         return True
-    warnings.warn(HOOKS_MAY_ROUND, stacklevel=2)
+    warnings.warn(HOOKS_MAY_ROUND, stacklevel=1)  # one place, so that Python shows it once
     return False
 
 
