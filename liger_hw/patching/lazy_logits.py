@@ -481,6 +481,7 @@ class FusedFunction(FunctionOfLazyLogits):
         _ = ctx.saved_tensors  # torch's error, if the graph was freed
         cell = GradientCell(ctx, grad, *ctx.logits, len(ctx.steps))
         reads = ctx.call.gradient_stays or ctx.call.kept is not None and not is_scalable(grad)
+        reads = reads or not only_harmless_modes()  # a mode of the program may change the unfused operations
         return cell.read() if reads else LossGradient(cell), None, None, None
 
 
@@ -488,10 +489,9 @@ def is_scalable(incoming):
     """Tell whether the unfused backward multiplies the gradients by `incoming`, as the ops do.
 
     Not if it is infinite: products with infinite gradients of logits add up to NaN. On a GPU the host would wait for
-    the answer, so there the gradients are infinite. A mode of the program may change the unfused products.
+    the answer, so there the gradients are infinite.
     """
-    unread = incoming.device.type != "cpu" or _torch.traced(incoming)
-    return only_harmless_modes() and (unread or bool(incoming.isfinite().all()))
+    return incoming.device.type != "cpu" or _torch.traced(incoming) or bool(incoming.isfinite().all())
 
 
 class GradientCell:
@@ -531,6 +531,7 @@ class GradientCell:
                 leaf.requires_grad_()
                 output = self.loss.ordinary(apply_steps(leaf, steps[self.level :]))
                 value = output[0] if isinstance(output, tuple) else output
+            with _torch.without_torch_function():  # modes of dispatch see the operations of a backward
                 (self.values,) = torch.autograd.grad(value, leaf, self.incoming)
         return self.values
 

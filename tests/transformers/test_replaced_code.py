@@ -309,6 +309,23 @@ def test_modes_of_a_program_see_the_operations(mode):
         assert not torch.equal(tiny.call(plain, **tiny.tokens()).loss, before)
 
 
+class HalvesALossesBackward(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func is torch.ops.aten._log_softmax_backward_data.default else result
+
+
+@pytest.mark.parametrize("mode", [HalvesProducts, HalvesALossesBackward])
+def test_modes_around_the_backward_alone_see_those_of_the_head_and_its_loss(mode):
+    plain, patched = tiny.pair(num_hidden_layers=1)
+    for model in (plain, patched):
+        loss = tiny.call(model, **tiny.tokens()).loss
+        with mode():
+            loss.backward()
+    torch.testing.assert_close(patched.lm_head.weight.grad, plain.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(patched.model.norm.weight.grad, plain.model.norm.weight.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_modes_of_torch_change_nothing():
     from torch.utils.flop_counter import FlopCounterMode
 
