@@ -32,7 +32,6 @@ from liger_hw.patching.values import (
     is_known,
     is_zero3_linear,
     may_compute,
-    package,
     replaced_function,
 )
 from liger_hw.patching.witnesses import cover
@@ -52,8 +51,10 @@ CONTAINERS = (list, dict, set, collections.deque)
 ENUM_BOOKKEEPING = ENUM_ATTRIBUTES - {"_value_"}
 OBJECT_SIZES = {type("Empty", (), {}).__basicsize__, types.SimpleNamespace.__basicsize__}
 DEEPEST = 8  # of nested containers, beyond which a value cannot be compared
-KEEP_VALUES = (  # packages, with their hooks for saved tensors
-    *KNOWN_PACKAGES, "trl", "torchtune", "verl", "swift", "megatron", "transformer_engine",
+KEEP_VALUES = (  # modules whose hooks for saved tensors return what they got
+    "liger_hw", "torch.autograd.graph", "torch.distributed.tensor.parallel.input_reshard",
+    "torch.utils.checkpoint", "torchtune.training._activation_offloading", "trl.models.activation_offloading",
+    "verl.utils.activation_offload",
 )  # fmt: skip
 HOOKS_MAY_ROUND = (
     "patched modules run their own code within these hooks for saved tensors, which may round values: if both "
@@ -361,10 +362,17 @@ def hooks_keep_values():
     Those of a program may round them, and a replacement does not save what the module's own code saves.
     """
     hooks = _torch.saved_tensors_hooks() or ()
-    if all(package(hook) in KEEP_VALUES or getattr(hook, "keeps_values", False) for hook in hooks):
+    if all(getattr(hook, "keeps_values", False) or _is_written_in(KEEP_VALUES, hook) for hook in hooks):
         return True
     warnings.warn(HOOKS_MAY_ROUND, stacklevel=1)  # one place, so that Python shows it once
     return False
+
+
+def _is_written_in(modules, function):
+    """Tell whether code of one of `modules`, or of their parts, defines the function."""
+    code = getattr(function, "__func__", function)  # functools.wraps copies `__module__` to other functions
+    name = getattr(code, "__globals__", {}).get("__name__", "")
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def guard(pins, attributes, shadowed, bypassed, classes=(), inputs=()):
