@@ -32,6 +32,7 @@ from liger_hw.patching.values import (
     is_known,
     is_zero3_linear,
     may_compute,
+    package,
     replaced_function,
 )
 from liger_hw.patching.witnesses import cover
@@ -370,6 +371,8 @@ def hooks_keep_values():
 
 def _is_written_in(modules, function):
     """Tell whether code of one of `modules`, or of their parts, defines the function."""
+    while hasattr(function, "__wrapped__") and package(function) in KNOWN_PACKAGES:  # torch's decorator for Dynamo
+        function = function.__wrapped__
     code = getattr(function, "__func__", function)  # functools.wraps copies `__module__` to other functions
     name = getattr(code, "__globals__", {}).get("__name__", "")
     return any(f"{name}.".startswith(f"{module}.") for module in modules)

@@ -352,6 +352,22 @@ def test_hooks_of_a_program_change_what_the_modules_code_saves(pack):
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_a_wrapper_around_a_hook_that_keeps_values_may_round():
+    hooks = torch.autograd.graph.save_on_cpu()
+    pack = functools.wraps(hooks.pack_hook)(lambda x: hooks.pack_hook(round_to_8_bits(x)))
+    with pytest.warns(UserWarning, match="may round values"), torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert not pins.hooks_keep_values()
+
+
+def test_hooks_of_checkpointing_keep_values():
+    _, patched = tiny.pair()
+    seen = []
+    patched.model.layers[0].mlp.register_forward_pre_hook(lambda *_: seen.append(pins.hooks_keep_values()))
+    patched.gradient_checkpointing_enable({"use_reentrant": False})
+    patched(**tiny.tokens()).loss.backward()
+    assert seen == [True, True]
+
+
 def test_hooks_that_keep_values_change_nothing():
     _, patched = tiny.pair()
     with torch.autograd.graph.save_on_cpu():
