@@ -11,6 +11,7 @@ def saved_bytes(function, *known):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    pack.keeps_values = True
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
         function()
     return sum(size for memory, size in kept.items() if memory not in outside)
