@@ -33,7 +33,7 @@ class NormMatch(Match):
     Attributes:
         narrow_input, wide_input: the op also agrees where x has a narrower or a wider dtype than the weight.
         default_eps: the module takes None as eps.
-        width: of the rows of a module without a weight that states one.
+        width: of the rows, of a module that states one: torch's layers refuse others.
         keeps_order: results have the memory order of x, of which torch's own norms make contiguous ones.
     """
 
@@ -199,7 +199,7 @@ def _prove_norm(module, weight_name, op, options, eps_name, eps):
     takes_none = eps is None or type(module) is torch.nn.RMSNorm
     return NormMatch.of(
         op, options, names, narrow_input=narrow, wide_input=wide, default_eps=takes_none,
-        width=None if weight_name else _normalized_width(module) or None, keeps_order=not turned.is_contiguous(),
+        width=_normalized_width(module) or None, keeps_order=not turned.is_contiguous(),
     )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def _match_layer_norm(module):
     if len(module.normalized_shape) != 1:
         return None
     if type(module) is torch.nn.LayerNorm:  # `read` tells whether a program replaced its code
-        return NormMatch.of(layer_norm, {}, names)
+        return NormMatch.of(layer_norm, {}, names, width=module.normalized_shape[0])
     if module.weight is None or module._modules:
         return None
     width = module.weight.numel() or PROBE_WIDTH

@@ -87,7 +87,7 @@ def fact(value, within=()):
             is nested too deeply.
     """
     if is_plain(value):  # a match is pickled with its facts, and types of functions cannot be
-        return None if isinstance(value, FUNCTION_TYPES) else type(value), value
+        return None if isinstance(value, FUNCTION_TYPES) else str(value) if is_zero(value) else type(value), value
     if any(value is outer for outer in within):
         return type(value)
     within = *within, value
@@ -122,6 +122,11 @@ def _class_attributes(cls):
                 for item in vars(base).items()
                 if not (item[0].startswith("__") or hasattr(type(item[1]), "__get__"))
             )
+
+
+def is_zero(value):
+    """Tell whether a value is 0.0 or -0.0, which are equal."""
+    return isinstance(value, float) and value == 0
 
 
 def is_plain(value):
@@ -411,7 +416,8 @@ def guard(pins, attributes, shadowed, bypassed, classes=(), inputs=()):
         if pin.is_plain is None:
             same = f"hasattr(module{holder}, {pin.fields[0]!r}) is v{index}"
         elif pin.is_plain:
-            same = f"({current} is v{index} or type({current}) is t{index} and {current} == v{index})"
+            equal = f"str({current}) == {str(pin.value)!r}" if is_zero(pin.value) else f"{current} == v{index}"
+            same = f"({current} is v{index} or type({current}) is t{index} and {equal})"
         elif pin.value[0] is functools.partial:  # in expressions that torch.compile can trace
             values[f"v{index}"], values[f"t{index}"] = _partial(pin.value), functools.partial
             same = f"type({current}) is t{index} and {current}.func is v{index}.func"

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import math
 import random
 
 import numpy as np
@@ -105,6 +106,42 @@ def test_a_norm_that_states_its_width():
     hold(nn.RMSNorm(64, elementwise_affine=False), torch.randn(2, 64), patched)
     with pytest.raises(RuntimeError, match="normalized_shape"):
         patched(torch.randn(2, 32, device=DEVICE))
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_a_norm_whose_weight_has_another_width(norm):
+    module = norm(64)
+    module.normalized_shape = (32,)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        module(torch.randn(2, 64))
+    liger_hw.patch(module)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        module(torch.randn(2, 64))
+
+
+class SignOfZero(Bare):
+    def forward(self, x):
+        return self.normal(x, self.eps) * math.copysign(1.0, self.held)
+
+
+class SignOfHeldZero(Bare):
+    def forward(self, x):
+        return self.normal(x, self.eps) * math.copysign(1.0, self.held[0])
+
+
+@pytest.mark.parametrize(("cls", "held"), [(SignOfZero, float), (SignOfHeldZero, lambda zero: (zero,))])
+def test_the_sign_of_a_zero(cls, held):
+    plain = cls()
+    plain.held = held(0.0)
+    patched = copy.deepcopy(plain)
+    assert liger_hw.patch(patched).replaced
+    rows = torch.randn(2, 64)
+    torch.testing.assert_close(patched(rows), plain(rows))
+    plain.held = patched.held = held(-0.0)
+    torch.testing.assert_close(patched(rows), plain(rows))
+    built_later = copy.deepcopy(plain)
+    liger_hw.patch(built_later)
+    torch.testing.assert_close(built_later(rows), plain(rows))
 
 
 OF_PARTS = {
