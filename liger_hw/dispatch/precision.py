@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import torch
 from torch.compiler import is_compiling
 
-from liger_hw._torch import PLAIN, saved_tensors_hooks, transforms_active, without_saved_tensors_hooks
+from liger_hw._torch import PLAIN, is_view, saved_tensors_hooks, transforms_active, without_saved_tensors_hooks
 
 # By a tensor's dimensions a product of no rows, and the name under which its node keeps the tensor.
 KEEPING_PRODUCTS = {1: (torch.matmul, "_saved_vec"), 2: (torch.mm, "_saved_mat2"), 3: (torch.bmm, "_saved_mat2")}
@@ -31,24 +31,25 @@ def uncast(x):
 
 
 def kept_cast(x):
-    """Return the cast of `x` that autocast keeps for F.linear, or `x` (perhaps None) where it keeps none.
+    """Return the cast of `x` that autocast keeps for F.linear.
 
-    Autocast casts an fp32 leaf that wants a gradient once, and uses this tensor until the outermost block ends, also
-    after a step of the optimizer. No function of torch returns it, but the node of a product of no rows has it.
+    It is `x` itself, perhaps None, where autocast keeps none. Autocast casts an fp32 leaf that wants a gradient once,
+    and uses this tensor until the outermost block ends, also after a step of the optimizer. No function of torch
+    returns it, but the node of a product of no rows has it.
     """
     if x is None or not (x.requires_grad and x.is_leaf and x.dtype == torch.float32 and x.ndim in KEEPING_PRODUCTS):
         return x
     if is_compiling() or not autocasts(x.device.type) or not torch.is_autocast_cache_enabled():
         return x
-    if type(x) not in PLAIN or x._is_view() or torch.is_inference_mode_enabled() or transforms_active():
+    if type(x) not in PLAIN or is_view(x) or torch.is_inference_mode_enabled() or transforms_active():
         return x
     if torch.is_grad_enabled() and saved_tensors_hooks() is None:
-        return _cast_of_product(x)
+        return _cast_by_product(x)
     with torch.enable_grad(), without_saved_tensors_hooks():
-        return _cast_of_product(x)
+        return _cast_by_product(x)
 
 
-def _cast_of_product(x):
+def _cast_by_product(x):
     multiply, name = KEEPING_PRODUCTS[x.ndim]
     *groups, inner = (*x.shape[:-2], x.shape[max(x.ndim - 2, 0)])
     dtype = torch.get_autocast_dtype(x.device.type)

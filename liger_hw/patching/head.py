@@ -18,14 +18,13 @@ import torch
 
 from liger_hw import _torch
 from liger_hw.checks import KERNEL_DTYPES
-from liger_hw.dispatch import autocasts, kept_cast, uncast
+from liger_hw.dispatch import autocasts, uncast
 from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.head_call import recording_and_hooks
 from liger_hw.patching.hooks import only_gathers
 from liger_hw.patching.lazy_logits import lazy_logits
 from liger_hw.patching.lora import HELPERS, layer_pins, variant
 from liger_hw.patching.match import Match
-from liger_hw.patching.record import autocast_dtype
 from liger_hw.patching.swapping import ARMED, patched_class, swap
 from liger_hw.patching.traced_logits import TracedLogits
 
@@ -130,7 +129,7 @@ class HeadMatch(Match):
                 armed_forward.unsharded.extend(_torch.keep_unsharded(self))
             if torch.compiler.is_compiling():
                 return TracedLogits.after(self, hidden)
-            return lazy_logits(*map(kept_cast, (hidden, weight, self.bias)), armed_forward)
+            return lazy_logits(hidden, *armed_forward.cast(weight, self.bias), armed_forward)
 
         return {"__call__": call, "forward": forward, "liger_is_head": True}
 
@@ -173,12 +172,11 @@ class LoraHeadMatch(Match):
                 states = lora_a(self.lora_dropout[name](x.to(lora_a.weight.dtype)))
                 hidden.append(states * self.scaling[name])
                 weight.append(self.lora_B[name].weight)
-            dtype = autocast_dtype(x.device.type) or weight[0].dtype
-            casts = [kept_cast(w).to(dtype) for w in weight]
+            *casts, bias = armed_forward.cast(*weight, self.base_layer.bias)
             kept = [w for rows, w, cast in zip(hidden, weight, casts) if rows.requires_grad and cast is w]  # by PEFT
             with uncast(x):  # autocast to the other dtype of 16 bits refuses to concatenate
                 hidden, weight = torch.cat(hidden, -1), torch.cat(casts, 1)
-            return lazy_logits(hidden, weight, kept_cast(self.base_layer.bias), armed_forward, kept)
+            return lazy_logits(hidden, weight, bias, armed_forward, kept)
 
         return {"forward": forward, "liger_is_head": True}
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear  # as now: a program may replace it between the forward and a read
 
 from liger_hw import _torch
+from liger_hw.dispatch import kept_cast
 from liger_hw.patching.record import apply_steps, autocast_dtype
 
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
@@ -27,11 +28,20 @@ class Forward:
         unsharded: what FSDP2 has to shard again at its end.
         within: whether autograd records it, and the hooks for saved tensors around it.
         takes_objects: function that tells whether the logits may be an object that is no tensor (`TracedLogits`).
+        casts: whether autocast casts the head's weights, which fp32 logits do not want.
+        has_cast: whether a head computes with such casts.
     """
 
-    def __init__(self, takes_objects=lambda: False):
+    def __init__(self, takes_objects=lambda: False, casts=True):
+        self.casts, self.has_cast = casts, False
         self.recording, self.unsharded, self.takes_objects = True, [], takes_objects
         self.within = None if torch.compiler.is_compiling() else recording_and_hooks()
+
+    def cast(self, *weights):
+        """Return the casts of weights that autocast keeps for F.linear, where it keeps any."""
+        casts = [kept_cast(weight) for weight in weights] if self.casts else weights
+        self.has_cast |= any(cast is not weight for cast, weight in zip(casts, weights))
+        return casts
 
 
 def recording_and_hooks():

@@ -54,6 +54,7 @@ WRAPPED_BY_FSDP1 = (
     "patch: leave the head out of auto_wrap_policy, so that the root holds it"
 )
 SERVED_KEY = "liger_hw_served"  # keyword argument beside such options: a list, to which the loss adds
+ASKED_IN_CALL = "an option of the model's call, which keeps autocast from a cast of the head's weight"
 UNSERVED = (
     "none here: the model's forward does not pass it to transformers' ForCausalLMLoss, a program replaced one of them "
     "or entered a mode of torch's functions or operations, or the patch left the loss"
@@ -199,6 +200,8 @@ def _cross_entropy(logits, targets, vocab_size, options, fuses_head, by_products
         return _unfused_cross_entropy(real.reshape(-1, vocab_size), targets, **options)
 
     casts = options.get("logits_dtype") is None  # autocast casts nothing beside it
+    if not casts and isinstance(logits, LazyLogits):
+        check(not logits.cell.call.forward.has_cast, "logits_dtype", options["logits_dtype"], ASKED_IN_CALL)
     output = logits.fuse(fused, ordinary, casts) if fuses_head else ordinary(_computed(logits))
     if torch.is_tensor(output):
         return output
@@ -301,7 +304,8 @@ class CausalLMMatch(ModelMatch):
             if lazily and heads and any(map(is_wrapped_by_fsdp1, layer.modules())):
                 warnings.warn(WRAPPED_BY_FSDP1, stacklevel=2)
                 heads = []
-            with heads_armed(self, heads, Forward(functools.partial(takes_objects, self)) if lazily else None):
+            armed = Forward(functools.partial(takes_objects, self), "logits_dtype" not in asked) if lazily else None
+            with heads_armed(self, heads, armed):
                 outputs = original.forward(self, *args, **kwargs)
             check(served, ", ".join(asked), "a value", UNSERVED)
             if not lazily:

@@ -318,6 +318,23 @@ def test_logits_in_fp32_under_autocast():
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
 
 
+class Fp32Logits(transformers.LlamaForCausalLM):
+    """A model whose own forward asks for logits in fp32."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        loss = self.loss_function(logits, labels, self.config.vocab_size, logits_dtype=torch.float32)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def test_logits_in_fp32_for_which_a_forward_asks_under_autocast():
+    model = Fp32Logits(tiny.model(num_hidden_layers=1).config)
+    liger_hw.patch(model)
+    assert model(**tiny.tokens()).loss > 0
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="an option of the model's call"):
+        model(**tiny.tokens())
+
+
 class OwnLoss(transformers.LlamaForCausalLM):
     """A model whose forward, as remote code's, calls torch's cross entropy and ignores other keyword arguments."""
 
