@@ -343,6 +343,8 @@ def is_compiled(module) -> bool:
 
 tensor_version = operator.attrgetter("_version")  # how often it was written to; as fast as the attribute
 is_view = operator.methodcaller("_is_view")  # of another tensor, for autograd; as fast as the method
+# what the node of a product of a matrix, or of a vector, keeps of it
+kept_matrix, kept_vector = operator.attrgetter("_saved_mat2"), operator.attrgetter("_saved_vec")
 is_zerotensor = operator.methodcaller("_is_zerotensor")  # zeros without memory
 
 

@@ -1,14 +1,21 @@
 """Dtypes of references, and autocast."""
 
+import functools
 from contextlib import nullcontext
 
 import torch
 from torch.compiler import is_compiling
 
-from liger_hw._torch import PLAIN, is_view, saved_tensors_hooks, transforms_active, without_saved_tensors_hooks
-
-# By a tensor's dimensions a product of no rows, and the name under which its node keeps the tensor.
-KEEPING_PRODUCTS = {1: (torch.matmul, "_saved_vec"), 2: (torch.mm, "_saved_mat2"), 3: (torch.bmm, "_saved_mat2")}
+from liger_hw._torch import (
+    PLAIN,
+    hidden_from_modes,
+    is_view,
+    kept_matrix,
+    kept_vector,
+    saved_tensors_hooks,
+    transforms_active,
+    without_saved_tensors_hooks,
+)
 
 
 def widen(x):
@@ -30,28 +37,35 @@ def uncast(x):
     return torch.autocast(device, enabled=False)
 
 
-def kept_cast(x):
-    """Return the cast of `x` that autocast keeps for F.linear.
+def kept_casts(*tensors):
+    """Return the casts of weights and biases that autocast keeps for F.linear.
 
-    It is `x` itself, perhaps None, where autocast keeps none. Autocast casts an fp32 leaf that wants a gradient once,
-    and uses this tensor until the outermost block ends, also after a step of the optimizer. No function of torch
-    returns it, but the node of a product of no rows has it.
+    Where it keeps none, the tensor stays, or None. Autocast casts an fp32 leaf that wants a gradient once, and uses
+    this tensor until the outermost block ends, also after a step of the optimizer. No function of torch returns it, but
+    the node of a product of no rows has it. This takes 8 us more than a cast (a busy x86 CPU).
     """
-    if x is None or not (x.requires_grad and x.is_leaf and x.dtype == torch.float32 and x.ndim in KEEPING_PRODUCTS):
-        return x
-    if is_compiling() or not autocasts(x.device.type) or not torch.is_autocast_cache_enabled():
-        return x
-    if type(x) not in PLAIN or is_view(x) or torch.is_inference_mode_enabled() or transforms_active():
-        return x
+    kept = [x is not None and x.requires_grad and x.is_leaf and x.dtype == torch.float32 for x in tensors]
+    if True not in kept or is_compiling() or not torch.is_autocast_cache_enabled():
+        return tensors
+    device = tensors[kept.index(True)].device
+    if not autocasts(device.type) or torch.is_inference_mode_enabled() or transforms_active():
+        return tensors
+    dtype = torch.get_autocast_dtype(device.type)
     if torch.is_grad_enabled() and saved_tensors_hooks() is None:
-        return _cast_by_product(x)
+        return [_kept_cast(x, device, dtype) if keeps else x for x, keeps in zip(tensors, kept)]
     with torch.enable_grad(), without_saved_tensors_hooks():
-        return _cast_by_product(x)
+        return [_kept_cast(x, device, dtype) if keeps else x for x, keeps in zip(tensors, kept)]
 
 
-def _cast_by_product(x):
-    multiply, name = KEEPING_PRODUCTS[x.ndim]
-    *groups, inner = (*x.shape[:-2], x.shape[max(x.ndim - 2, 0)])
-    dtype = torch.get_autocast_dtype(x.device.type)
-    rows = torch.empty((*groups, 0, inner), dtype=dtype, device=x.device, requires_grad=True)
-    return getattr(multiply(rows, x).grad_fn, name)
+def _kept_cast(x, device, dtype):
+    dims = x.ndim
+    if type(x) not in PLAIN or is_view(x) or dims not in (1, 2) or x.device != device:
+        return x
+    rows = _no_rows(device, dtype, x.shape[0])
+    return kept_matrix(torch.mm(rows, x).grad_fn) if dims == 2 else kept_vector(torch.matmul(rows, x).grad_fn)
+
+
+@functools.lru_cache(maxsize=256)
+def _no_rows(device, dtype, cols):
+    with hidden_from_modes():  # a fake tensor must not stay
+        return torch.empty((0, cols), dtype=dtype, device=device, requires_grad=True)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear  # as now: a program may replace it between the forward and a read
 
 from liger_hw import _torch
-from liger_hw.dispatch import kept_cast
+from liger_hw.dispatch import kept_casts
 from liger_hw.patching.record import apply_steps, autocast_dtype
 
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
@@ -39,7 +39,7 @@ class Forward:
 
     def cast(self, *weights):
         """Return the casts of weights that autocast keeps for F.linear, where it keeps any."""
-        casts = [kept_cast(weight) for weight in weights] if self.casts else weights
+        casts = kept_casts(*weights) if self.casts else weights
         self.has_cast |= any(cast is not weight for cast, weight in zip(casts, weights))
         return casts
 

@@ -17,7 +17,7 @@ import torch
 
 from liger_hw._torch import PLAIN, is_plain, transforms_active, without_modes
 from liger_hw.checks import KERNEL_DTYPES
-from liger_hw.dispatch import autocasts, kept_cast, uncast
+from liger_hw.dispatch import autocasts, kept_casts, uncast
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit, dequantize_arguments
 from liger_hw.kernels.linear.lora_linear import lora_linear
 from liger_hw.patching import probing
@@ -271,7 +271,7 @@ def _computes_4_bits(base, arguments):
 def _dora(x, weight, bias, lora_a, lora_b, scaling, _, magnitudes):
     """Scale each feature by its magnitude over the norm of its weights, a constant (arXiv:2402.09353)."""
     with torch.no_grad():
-        a, b = (kept_cast(factor).to(lora_a.dtype) for factor in (lora_a, lora_b))
+        a, b = (factor.to(lora_a.dtype) for factor in kept_casts(lora_a, lora_b))
         norms = weight.to(lora_a.dtype, copy=True).addmm_(b, a, alpha=scaling).norm(dim=1)
     y = lora_linear(x, weight, None, lora_a, lora_b, scaling)
     scaled = y * (magnitudes / norms)
