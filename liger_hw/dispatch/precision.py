@@ -57,6 +57,12 @@ def kept_casts(*tensors):
         return [_kept_cast(x, device, dtype) if keeps else x for x, keeps in zip(tensors, kept)]
 
 
+def cast_for_linear(dtype, *tensors):
+    """Cast tensors to autocast's dtype as it does for F.linear; None and 4-bit numbers stay."""
+    casts = kept_casts(*tensors)
+    return [x if x is None or x.dtype == dtype or not x.is_floating_point() else x.to(dtype) for x in casts]
+
+
 def _kept_cast(x, device, dtype):
     dims = x.ndim
     if type(x) not in PLAIN or is_view(x) or dims not in (1, 2) or x.device != device:

@@ -54,7 +54,7 @@ WRAPPED_BY_FSDP1 = (
     "patch: leave the head out of auto_wrap_policy, so that the root holds it"
 )
 SERVED_KEY = "liger_hw_served"  # keyword argument beside such options: a list, to which the loss adds
-ASKED_IN_CALL = "an option of the model's call, which keeps autocast from a cast of the head's weight"
+ASKED_IN_CALL = "None under autocast, which cast the head's weight: it is an option of the model's call"
 UNSERVED = (
     "none here: the model's forward does not pass it to transformers' ForCausalLMLoss, a program replaced one of them "
     "or entered a mode of torch's functions or operations, or the patch left the loss"

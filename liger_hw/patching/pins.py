@@ -86,8 +86,10 @@ def fact(value, within=()):
         Incomparable: it is or contains a tensor, a module, an object with hidden contents or with code of its own, or
             is nested too deeply.
     """
+    if is_zero(value):
+        return str(value), value
     if is_plain(value):  # a match is pickled with its facts, and types of functions cannot be
-        return None if isinstance(value, FUNCTION_TYPES) else str(value) if is_zero(value) else type(value), value
+        return None if isinstance(value, FUNCTION_TYPES) else type(value), value
     if any(value is outer for outer in within):
         return type(value)
     within = *within, value

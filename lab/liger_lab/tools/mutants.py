@@ -97,7 +97,7 @@ MUTANTS = {
             "launch_backward(gate, up, dy, dgate, dup, None,",
         ),
         ("keeps the product after all", "if not keeps_y or not gate", "if keeps_y or not gate"),
-        ("weight in its own dtype under autocast", "weight = kept_casts(weight)[0].to(dtype)", "weight = weight"),
+        ("weight in its own dtype under autocast", "(weight,) = cast_for_linear(dtype, weight)", "pass"),
     ],
     "layer_norm": [
         ("gradient without the mean's share", "rstd * (m - normed * along - shift)", "rstd * (m - normed * along)"),

@@ -18,7 +18,7 @@ import torch
 
 from liger_hw._torch import is_checkpointed, unviewed
 from liger_hw.checks import check
-from liger_hw.dispatch import Cost, autocasts, differentiable, kept_casts, op, raw
+from liger_hw.dispatch import Cost, autocasts, cast_for_linear, differentiable, op, raw
 from liger_hw.kernels.mlp._in_place import goes_in_place, overwritten, writes_over
 from liger_hw.kernels.mlp.glu import ACTIVATIONS, activate, gated, geglu, glu, launch_backward, swiglu, validate
 from liger_hw.spelling import check_known
@@ -162,7 +162,7 @@ def _(gate, up, weight, bias=None, activation="silu", in_place=False):
     if not keeps_y or not gate.dtype == dtype == (gate if up is None else up).dtype:
         return torch.nn.functional.linear(gated(gate, up, activation, in_place), weight, bias)
     if weight.dtype != dtype:
-        weight = kept_casts(weight)[0].to(dtype)  # as autocast does in F.linear, but for the backward too
+        (weight,) = cast_for_linear(dtype, weight)  # as autocast does, but for the backward too
     # Checkpointing recomputes a layer only up to the last saved tensor. If a gated MLP ends the layer, a function after
     # all saved tensors spares the recomputation of the MLP's product and projection.
     defers = is_checkpointed()

@@ -7,7 +7,7 @@ import torch
 
 from liger_hw.backends import device_of
 from liger_hw.checks import check
-from liger_hw.dispatch import autocasts, kept_casts
+from liger_hw.dispatch import autocasts, cast_for_linear
 from liger_hw.kernels.vocabulary._fp16 import kept_dtype, largest_finite, power_of_2_below
 from liger_hw.kernels.vocabulary._in_forward import scale_in_place
 from liger_hw.kernels.vocabulary._products import add_product, widest_dtype, write_logits, write_product
@@ -30,7 +30,7 @@ def prepare_head(x, weight, bias, chunk_memory, flat=False, names=("x", "weight"
     casts = autocasts(x.device.type) and logits_dtype is None
     if casts and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = (t if t is None else t.to(dtype) for t in kept_casts(x, weight, bias))
+        x, weight, bias = cast_for_linear(dtype, x, weight, bias)
     x_name, weight_name, bias_name = names
     fits = x.is_floating_point() and (x.ndim == 2 if flat else x.ndim >= 1)
     check(fits, x_name, x, "floats (N, H)" if flat else "floats (..., H)")

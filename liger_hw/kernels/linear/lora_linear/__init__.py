@@ -31,7 +31,7 @@ import torch
 
 from liger_hw._torch import is_checkpointed, results_are_kept, unviewed
 from liger_hw.checks import check, refuse
-from liger_hw.dispatch import Cost, autocasts, differentiable, kept_casts, op, uncast
+from liger_hw.dispatch import Cost, autocasts, cast_for_linear, differentiable, op, uncast
 from liger_hw.dispatch.function import Function, refuse_lost_backward, save, saved
 from liger_hw.kernels.linear.dequantize_4bit import dequantize_4bit
 from liger_hw.kernels.linear.lora_linear.products import (
@@ -224,11 +224,8 @@ def _sum_dtype(bias):
 
 
 def _cast(x, dtype, tensors):
-    """Return tensors as autocast casts them for F.linear; 4-bit numbers stay."""
-    if not _is_autocast(x):
-        return tensors
-    casts = kept_casts(*tensors)
-    return [t if t is None or t.dtype == dtype or not t.is_floating_point() else t.to(dtype) for t in casts]
+    """Return tensors as autocast casts them for F.linear."""
+    return cast_for_linear(dtype, *tensors) if _is_autocast(x) else tensors
 
 
 def _prepare(x, weight, bias, lora_a, lora_b, dropout=0.0):
