@@ -3,11 +3,13 @@
 Such a loss is an autograd function with liger_kernel's interface: its forward computes the gradients.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch.compiler import is_compiling
 
 from liger_hw._torch import without_saved_tensors_hooks
-from liger_hw.dispatch import widen
+from liger_hw.dispatch import uncast, widen
 from liger_hw.losses.engine import gradients_of
 
 SLICE = 2**22  # values of a gradient that are in fp32 at once
@@ -28,11 +30,11 @@ def with_gradients(function, tensors, *arguments, grad_output=None):
     Returns:
         (its outputs, the first detached; the gradient of each tensor, None if the tensor requires none).
     """
-    enabled = torch.is_autocast_enabled(tensors[0].device.type)
+    context = nullcontext()
     if in_fp16(tensors[0]):
-        enabled = False
+        context = uncast(tensors[0])
         tensors = [t if t is None else t.detach().float().requires_grad_(t.requires_grad) for t in tensors]
-    with torch.autocast(tensors[0].device.type, enabled=enabled), without_saved_tensors_hooks():
+    with context, without_saved_tensors_hooks():
         loss, others, leaves = _with_graph(function, tensors, *arguments)
         grad_output = torch.ones_like(loss) if grad_output is None else grad_output.to(loss.dtype)
         return (loss.detach(), *others), _gradients(loss, leaves, grad_output)

@@ -57,10 +57,10 @@ from liger_hw.dispatch.cost import Cost
 from liger_hw.dispatch.declarations import differentiable, raw
 from liger_hw.dispatch.function import Function
 from liger_hw.dispatch.ops import OPS, Op, op
-from liger_hw.dispatch.precision import autocasts, cast_for_linear, kept_casts, uncast, widen
+from liger_hw.dispatch.precision import autocast_as, autocasts, cast_for_linear, kept_casts, uncast, widen
 from liger_hw.dispatch.registration import empty_rows, traced_as_one
 
 __all__ = [
-    "OPS", "Cost", "Function", "Op", "autocasts", "cast_for_linear", "differentiable", "empty_rows", "kept_casts",
-    "op", "raw", "traced_as_one", "uncast", "widen",
+    "OPS", "Cost", "Function", "Op", "autocast_as", "autocasts", "cast_for_linear", "differentiable", "empty_rows",
+    "kept_casts", "op", "raw", "traced_as_one", "uncast", "widen",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Dtypes of references, and autocast."""
 
 import functools
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.compiler import is_compiling
@@ -31,10 +31,35 @@ def autocasts(device_type):
 def uncast(x):
     """Return a context without autocast for the device of `x`."""
     device = x.device.type
-    # a block where autocast is off costs 12 us (one thread of a shared x86 CPU)
     if device == "meta" or not (is_compiling() or torch.is_autocast_enabled(device)):
         return nullcontext()
-    return torch.autocast(device, enabled=False)
+    return autocast_as(device)
+
+
+def autocast_as(device_type, dtype=None):
+    """Return a context with autocast to a dtype, or without it, in which the casts that autocast keeps stay.
+
+    torch.autocast counts its blocks in each thread, and drops all threads' casts at the end of a thread's outermost
+    one. On a GPU the backward has a thread of its own: such a block there would make the next forward cast anew.
+    """
+    if is_compiling():  # it traces no other context
+        return torch.autocast(device_type, dtype, enabled=dtype is not None)
+    return _autocast_as(device_type, dtype)
+
+
+@contextmanager
+def _autocast_as(device_type, dtype):
+    was_on, dtype_before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    keeps = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_enabled(device_type, dtype is not None)
+        torch.set_autocast_dtype(device_type, dtype or dtype_before)
+        torch.set_autocast_cache_enabled(keeps and was_on)  # other casts would outlive the context
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, was_on)
+        torch.set_autocast_dtype(device_type, dtype_before)
+        torch.set_autocast_cache_enabled(keeps)
 
 
 def kept_casts(*tensors):

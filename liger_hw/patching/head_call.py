@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear  # as now: a program may replace it between the forward and a read
 
 from liger_hw import _torch
-from liger_hw.dispatch import kept_casts
+from liger_hw.dispatch import autocast_as, kept_casts
 from liger_hw.patching.record import apply_steps, autocast_dtype
 
 ADVICE = "call the model with skip_logits=False, which computes the logits in the forward"
@@ -90,8 +90,7 @@ class Source:
     def logits(self, steps):
         """Compute all rows, as fewer may round differently, then apply `steps`."""
         self.check_unchanged()
-        dtype = self.autocast_dtype
-        with torch.autocast(self.tensors[0].device.type, dtype, enabled=dtype is not None):
+        with autocast_as(self.tensors[0].device.type, self.autocast_dtype):
             return apply_steps(linear(*self.tensors), steps)
 
 

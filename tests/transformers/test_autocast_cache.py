@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny
 import torch
 
 import liger_hw
+from liger_hw.dispatch import autocast_as, kept_casts, uncast
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
 
@@ -75,6 +77,34 @@ def test_casts_of_a_block_stay_with_kernels(name, backend, device):
     plain, patched = (model.to(device) for model in pair(name))
     with liger_hw.use_backend(backend):
         assert_alike(two_steps(patched), two_steps(plain))
+
+
+def test_contexts_in_another_thread_drop_no_casts():
+    """On a GPU autograd runs a backward in a thread of its own, with the state of autocast."""
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def backward():
+        torch.set_autocast_enabled("cpu", True)
+        with uncast(weight):
+            assert not torch.is_autocast_enabled("cpu")
+        with autocast_as("cpu", torch.float16):
+            assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+    with torch.autocast("cpu", torch.bfloat16), ThreadPoolExecutor() as threads:
+        (kept,) = kept_casts(weight)
+        threads.submit(backward).result()
+        assert kept_casts(weight)[0].data_ptr() == kept.data_ptr()
+
+
+def test_casts_of_a_context_do_not_outlive_it():
+    weight = torch.ones(4, 4, requires_grad=True)
+    with autocast_as("cpu", torch.bfloat16):
+        torch.nn.functional.linear(weight, weight)
+    weight.data.fill_(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kept_casts(weight)[0].eq(2).all()
 
 
 def test_casts_that_autocast_does_not_keep():
