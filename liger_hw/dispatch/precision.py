@@ -37,10 +37,10 @@ def uncast(x):
 
 
 def autocast_as(device_type, dtype=None):
-    """Return a context with autocast to a dtype, or without it, in which the casts that autocast keeps stay.
+    """Return a context with autocast to a dtype, or without it, which drops no casts.
 
-    torch.autocast counts its blocks in each thread, and drops all threads' casts at the end of a thread's outermost
-    one. On a GPU the backward has a thread of its own: such a block there would make the next forward cast anew.
+    torch.autocast drops the casts that it keeps for all threads where the outermost block of any thread ends. On a GPU
+    the backward has a thread of its own: after a block there the next forward would cast anew.
     """
     if is_compiling():  # it traces no other context
         return torch.autocast(device_type, dtype, enabled=dtype is not None)
