@@ -68,8 +68,10 @@ def is_exporting():
     return torch.compiler.is_exporting()
 
 
-# run a function outside of the graphs that torch.compile makes; it imports the compiler at a call, not now
-outside_graphs = torch._disable_dynamo
+@torch._disable_dynamo  # which imports the compiler at a call, not now
+def call_outside_graphs(function, *args, **kwargs):
+    """Call a function outside of the graphs that torch.compile makes."""
+    return function(*args, **kwargs)
 
 
 def guarded_result(function, condition):

@@ -60,6 +60,7 @@ def _functions(*names):
 
 
 METADATA_FUNCTIONS = _functions("size", "dim", "numel", "stride", "is_contiguous", "requires_grad_", "register_hook")
+PRINTS = T.__repr__, T.__format__  # with the name of the class
 # first of all, because each loss reads them
 READ_AT_EACH_LOSS = {T.shape.__get__, T.dtype.__get__, T.device.__get__, T.numel}
 STEPS = {function: operation for name, operation in OPERATIONS.items() for function in _functions(name)}
@@ -242,11 +243,13 @@ class LazyLogits(Deferred):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if torch.compiler.is_dynamo_compiling():  # a program's loss: its graph would lack the gradient
-            return _call_outside_graphs(cls, func, types, args, kwargs)
+            return _torch.call_outside_graphs(cls.__torch_function__, func, types, args, kwargs)
         if func in READ_AT_EACH_LOSS:
             with _torch.without_torch_function():
                 return func(*args)
         kwargs = kwargs or {}
+        if func in PRINTS:
+            return func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
         if len(types) > 1 and any(map(_is_foreign, types)):  # a program's class, which then decides
             args, kwargs = _torch.tree_map_only(Deferred, lambda x: x.as_subclass(torch.Tensor), (args, kwargs))
             return func(*args, **kwargs)
@@ -276,11 +279,6 @@ class LazyLogits(Deferred):
 
 def _is_foreign(cls):
     return cls not in _torch.PLAIN and not issubclass(cls, Deferred)
-
-
-@_torch.outside_graphs
-def _call_outside_graphs(cls, func, types, args, kwargs):
-    return cls.__torch_function__(func, types, args, kwargs)
 
 
 ZERO3_HOOKS = "deepspeed.runtime.zero.parameter_offload"  # their module

@@ -16,6 +16,7 @@ import warnings
 import torch
 
 from liger_hw._torch import (
+    call_outside_graphs,
     is_exporting,
     is_replica,
     is_wrapped_by_fsdp1,
@@ -35,7 +36,8 @@ from liger_hw.patching.lazy_logits import LazyLogits
 from liger_hw.patching.lora import PeftConfig
 from liger_hw.patching.match import Match
 from liger_hw.patching.pins import replaced_linear_code
-from liger_hw.patching.reading import Pin, all_code, attributes_in, attributes_read, read, read_function
+from liger_hw.patching.program_code import may_ask_for_class
+from liger_hw.patching.reading import Pin, attributes_in, attributes_read, read, read_function
 from liger_hw.patching.swapping import swapped_base
 from liger_hw.patching.traced_logits import TracedLogits
 from liger_hw.patching.values import package, replaced_function
@@ -120,6 +122,9 @@ def causal_lm_loss(
     Raises:
         ValueError: an option that no op supports, or labels that do not fit an option.
     """
+    if torch.compiler.is_dynamo_compiling() and isinstance(logits, LazyLogits):  # a graph would lack their gradient
+        arguments = logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels
+        return call_outside_graphs(causal_lm_loss, *arguments, original=original, fused_ce=fused_ce, **kwargs)
     refuse_unserved(kwargs)
     served = kwargs.pop(SERVED_KEY, [])
     served.append({})
@@ -413,14 +418,6 @@ def _written_by_transformers(function):
     return True
 
 
-def _tells_tensors_apart(forward):
-    """Tell whether a program's forward may ask for the class or the node of logits."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    names = {name for part in all_code(code) for name in part.co_names} if code else set()
-    asks = "grad_fn" in names or "Tensor" in names and not names.isdisjoint(("type", "__class__"))
-    return asks and not _written_by_transformers(forward)
-
-
 def _is_causal_lm_loss(loss_function):
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -523,9 +520,12 @@ def match_loss(model, lora, **losses):
     owner = model, CausalLMMatch(options=tuple(sorted(losses.items())), lora=lora)
     if losses["cross_entropy"]:
         return [owner], None
-    if _tells_tensors_apart(type(model).forward):
-        return [], "its forward asks for the class of a tensor, or for its grad_fn: logits are computed as before"
     head = head_of(model)
+    if may_ask_for_class(model, head):
+        return (
+            [],
+            "its forward, or code that it calls, may ask for the class of its logits: they are computed as before",
+        )
     matches = match_heads(head)
     if matches is None:
         return [], f"its head is a {type(head).__name__}, not a plain linear layer: logits are computed as before"

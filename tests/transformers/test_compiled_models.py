@@ -234,6 +234,31 @@ def test_compiled_code_of_a_program_gets_tensors(part, compiler):
     assert_same_gradients(plain, patched)
 
 
+def _compile_the_loss_function(model, compiler):
+    model.loss_function = torch.compile(model.loss_function, backend=compiler)
+    return lambda inputs: model(**inputs).loss
+
+
+def _compile_a_second_loss(model, compiler):
+    @torch.compile(backend=compiler)
+    def loss_of(outputs, labels):
+        loss = model.loss_function(outputs.logits.float(), labels.flip(1), tiny.VOCABULARY, num_items_in_batch=9)
+        return loss + outputs.hidden_states[-1].square().mean()
+
+    return lambda inputs: loss_of(model(**inputs, output_hidden_states=True), inputs["labels"])
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiled", [_compile_the_loss_function, _compile_a_second_loss])
+def test_a_compiled_loss_gets_the_gradient_of_an_eager_head(compiled, compiler):
+    plain, patched = tiny.pair(num_hidden_layers=1)
+    losses = [compiled(model, compiler)(tiny.tokens()) for model in (plain, patched)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_same_gradients(plain, patched)
+
+
 def compile_layers(model):
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)

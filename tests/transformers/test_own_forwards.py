@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import functools
+import sys
 import types
 from typing import NamedTuple
 
@@ -203,14 +205,68 @@ def forward(self, input_ids, labels=None, **kwargs):
 """
 
 
+def is_plain(x):
+    return type(x) is torch.Tensor
+
+
+@functools.singledispatch
+def class_name(x):
+    return "another"
+
+
+@class_name.register(torch.Tensor)
+def _(x):
+    return x.__class__.__name__
+
+
+class Names:
+    @staticmethod
+    def of(x):
+        return type(x).__name__
+
+
+class Asks(torch.nn.Module):
+    def forward(self, x):
+        return is_plain(x)
+
+
 @pytest.mark.parametrize(
-    "question", ["type(logits) is torch.Tensor", "logits.__class__ == torch.Tensor", "'View' in logits.grad_fn.name()"]
-)
+    "question",
+    [
+        "type(logits) is torch.Tensor", "logits.__class__ == torch.Tensor", "'View' in logits.grad_fn.name()",
+        "type(logits).__name__ == 'Tensor'", "not vars(logits)", "getattr(logits, '__dict__') == {}",
+        "not torch.overrides.has_torch_function_unary(logits)", "is_plain(logits)", "class_name(logits) == 'Tensor'",
+        "Names.of(logits) == 'Tensor'", "functools.partial(is_plain)(logits)", "functools.cache(is_plain)(logits)",
+        "self.asks(logits)", "self.asked(logits)", "tests.is_plain(logits)",
+    ],
+)  # fmt: skip
 def test_a_forward_that_asks_what_its_logits_are(question):
     namespace = {}
-    exec(OWN_FORWARD.format(question), globals(), namespace)
+    exec(OWN_FORWARD.format(question), globals() | {"tests": sys.modules[__name__]}, namespace)
     plain = tiny.model()
-    plain.__class__ = type("Own", (LlamaForCausalLM,), namespace)
+    plain.__class__ = type("Own", (LlamaForCausalLM,), namespace | {"asked": lambda self, x: is_plain(x)})
+    plain.asks = Asks()
     patched = copy.deepcopy(plain)
-    assert "its forward asks for the class of a tensor" in str(liger_hw.patch(patched))
+    assert "may ask for the class of its logits" in str(liger_hw.patch(patched))
     assert_alike(plain, patched, lambda outputs: (outputs.loss, outputs.logits))
+
+
+def test_a_forward_that_asks_about_its_device_keeps_the_loss_without_logits():
+    def halved(logits):
+        return logits / 2 if logits.device.type == "cpu" else logits
+
+    def forward(self, input_ids, labels):
+        hidden, loss_of = hidden_and_loss(self, input_ids, labels)
+        logits = halved(self.lm_head(hidden))
+        self.loss_function  # noqa: B018
+        return Fields(loss=loss_of(logits), logits=logits)
+
+    assert_alike(*both(forward), lambda outputs: (outputs.loss, outputs.logits))
+
+
+def test_logits_print_as_a_tensor():
+    plain, patched = tiny.pair()
+    expected, found = (model(**tiny.tokens()).logits for model in (plain, patched))
+    assert tiny.is_lazy(types.SimpleNamespace(logits=found))
+    for shown in (str, repr, "{}".format):
+        assert shown(found).partition("grad_fn")[0] == shown(expected).partition("grad_fn")[0]
