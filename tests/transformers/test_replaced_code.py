@@ -81,6 +81,19 @@ def test_code_replaced_between_two_patches_counts(replaced, monkeypatch):
         assert_same_loss(plain, patched)
 
 
+@pytest.mark.parametrize(
+    ("family", "owner", "name"),
+    [("cohere", F, "layer_norm"), ("gemma2", F, "gelu"), ("gpt2", torch, "tanh"), ("llama", torch, "rsqrt")],
+)
+def test_a_function_that_an_op_alone_calls(family, owner, name, monkeypatch):
+    """Cohere's LayerNorm is written out, and Gemma's activation keeps torch's function."""
+    plain, patched = tiny.pair(family)
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **options: original(*args, **options) * 1.5)
+    expected, found = (tiny.call(model, **tiny.tokens()).loss for model in (plain, patched))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("patched_before", [True, False])
 def test_the_product_of_zero3_is_torchs(patched_before, monkeypatch):
     """DeepSpeed's, which computes the same, replaces torch's for the rest of the process."""

@@ -14,6 +14,8 @@ its rows or alternating values, and its gradients are written in the same order.
 from typing import NamedTuple
 
 import torch
+from torch import sigmoid  # now, as a program may replace it later
+from torch.nn.functional import silu as silu_by_torch
 
 from liger_hw._torch import clamp_passes_at_limits
 from liger_hw._triton import tl, triton
@@ -68,7 +70,7 @@ def clamped_swiglu(
     gate, up = _split(gate, up, interleaved)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     silu = alpha is None
-    activated = torch.nn.functional.silu(widen(gate)).to(gate.dtype) if silu else gate * torch.sigmoid(gate * alpha)
+    activated = silu_by_torch(widen(gate)).to(gate.dtype) if silu else gate * sigmoid(gate * alpha)
     return (up + offset if offset else up) * activated
 
 

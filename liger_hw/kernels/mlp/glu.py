@@ -16,9 +16,11 @@ writes their gradients (5RC), recomputing f instead of keeping it; 2RC and 3RC w
 Contiguous tensors are one long row; the halves of a fused projection are rows with a stride.
 """
 
+import functools
 import math
 
 import torch
+from torch import relu, sigmoid, square, tanh  # now, as a program may replace it later
 
 from liger_hw._triton import tl, triton
 from liger_hw.backends import device_of
@@ -34,11 +36,11 @@ from liger_hw.tuning import Config, power_of_2, tuned
 GELU = {"tanh": "gelu_tanh", "none": "gelu_erf"}  # torch's names of the approximation -> the kernel's activation
 ACTIVATIONS = {  # the kernel's activation -> torch's, with torch's roundings
     "silu": torch.nn.functional.silu,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     "gelu_erf": torch.nn.functional.gelu,  # on a CPU, 153 values of bf16 give results that depend on the strides
-    "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu_squared": lambda x: torch.square(torch.relu(x)),
+    "gelu_new": lambda x: 0.5 * x * (1.0 + tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
+    "relu_squared": lambda x: square(relu(x)),
 }
 
 

@@ -10,6 +10,7 @@ Both are bound by memory. The kernels are those of `gated_rms_norm`, without a g
 """
 
 import torch
+from torch import rsqrt  # now, as a program may replace it later
 
 from liger_hw.checks import check
 from liger_hw.dispatch import Cost, op, widen
@@ -49,7 +50,7 @@ def l2_norm(x: torch.Tensor, eps: float = 1e-6, casting_mode: str = "gemma") -> 
         tensor([[0.6000, 0.8000]])
     """
     wide = x if casting_mode == "none" else widen(x)
-    return (wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return (wide * rsqrt((wide * wide).sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 l2_norm.shards(x="... H", returns="x")

@@ -20,6 +20,7 @@ sums a program. All are bound by memory. A row too wide for a program is read tw
 """
 
 import torch
+from torch import rsqrt  # now, as a program may replace it later
 
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_columns, check_kernel_dtype
@@ -113,7 +114,7 @@ def gated_rms_norm(
     y = widen(x) * factor if gate_first else widen(x)
     if group_size is not None:
         y = y.unflatten(-1, (-1, group_size))
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    y = y * rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     y = y if group_size is None else y.flatten(-2)
     if casting_mode != "gemma":
         y = widen(y.to(x.dtype))

@@ -14,6 +14,7 @@ Both are bound by memory. `kernels.py` keeps a row in registers; `wide.py` reads
 """
 
 import torch
+from torch import rsqrt  # now, as a program may replace it later
 
 from liger_hw.backends import device_of
 from liger_hw.checks import check, check_columns
@@ -66,13 +67,13 @@ def rms_norm(
         torch.Size([2, 8])
     """
     if casting_mode == "none":
-        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        y = x * rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
         if weight is not None:
             weight = weight.to(x.dtype)
             y = (y * (weight + offset if offset else weight)).to(x.dtype)
         return y
     wide = widen(x)
-    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    y = wide * rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y if casting_mode == "gemma" else widen(y.to(x.dtype))
         y = y * (widen(weight) + offset if offset else weight)  # of the weight itself autograd keeps no copy
