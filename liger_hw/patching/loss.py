@@ -522,10 +522,7 @@ def match_loss(model, lora, **losses):
         return [owner], None
     head = head_of(model)
     if may_ask_for_class(model, head):
-        return (
-            [],
-            "its forward, or code that it calls, may ask for the class of its logits: they are computed as before",
-        )
+        return [], "its forward, or what it calls, may ask for the class of its logits: they are computed as before"
     matches = match_heads(head)
     if matches is None:
         return [], f"its head is a {type(head).__name__}, not a plain linear layer: logits are computed as before"

@@ -56,11 +56,15 @@ def _functions(value, owner):
         if values.package(cls) not in (*UNREAD, "builtins"):
             members += (member for name, member in vars(cls).items() if name not in values.WRITTEN_BY_PYTHON)
     members = [(_unwrapped(member), None) for member in members]
-    while value is not None:
-        members.append((value, owner))
-        if isinstance(value, types.FunctionType):
-            members += ((function, None) for function in vars(value).get("registry", {}).values())  # of singledispatch
+    wrapped = []  # a program may wrap a function by itself
+    while value is not None and not any(value is function for function in wrapped):
+        wrapped.append(value)
         value = inspect.getattr_static(value, "__wrapped__", None)
+    members += [(value, owner) for value in wrapped]
+    for value in wrapped:
+        registry = vars(value).get("registry") if isinstance(value, types.FunctionType) else None
+        if isinstance(registry, types.MappingProxyType):  # of functools.singledispatch
+            members += ((function, None) for function in registry.values())
     yield from ((member, holder) for member, holder in members if isinstance(member, types.FunctionType))
 
 

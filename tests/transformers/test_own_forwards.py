@@ -264,6 +264,21 @@ def test_a_forward_that_asks_about_its_device_keeps_the_loss_without_logits():
     assert_alike(*both(forward), lambda outputs: (outputs.loss, outputs.logits))
 
 
+def test_a_forward_whose_helpers_are_odd_keeps_the_loss_without_logits():
+    def halved(logits):
+        return logits / 2
+
+    halved.registry, halved.__wrapped__ = ["mine"], halved
+
+    def forward(self, input_ids, labels):
+        hidden, loss_of = hidden_and_loss(self, input_ids, labels)
+        logits = halved(self.lm_head(hidden))
+        self.loss_function  # noqa: B018
+        return Fields(loss=loss_of(logits), logits=logits)
+
+    assert_alike(*both(forward), lambda outputs: (outputs.loss, outputs.logits))
+
+
 def test_logits_print_as_a_tensor():
     plain, patched = tiny.pair()
     expected, found = (model(**tiny.tokens()).logits for model in (plain, patched))
