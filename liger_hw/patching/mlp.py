@@ -392,9 +392,6 @@ def _projections(projections, names, sizes, values):
     linears = {}
     for role, (rows, cols) in widths.items():
         if name := names.get(role):
-            linear = torch.nn.Linear(cols, rows, getattr(projections[name], "bias", None) is not None, device="meta")
-            for parameter, value in list(linear._parameters.items()):
-                if value is not None:
-                    linear._parameters[parameter] = torch.nn.Parameter(values(*value.shape))
-            linears[name] = linear
+            has_bias = getattr(projections[name], "bias", None) is not None
+            linears[name] = probing.linear(values(rows, cols), values(rows) if has_bias else None)
     return linears

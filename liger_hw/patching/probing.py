@@ -7,6 +7,7 @@ module, its weights and its device nor any global random generator.
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import warnings
 
@@ -70,23 +71,19 @@ def _run(function, case):
     return run(lambda: function(*case))
 
 
-def run(function, observer=None, grad=False):
+def run(function, observer=None, grad=False, draws=True):
     """Call a function without the program's modes, hooks on all modules, warnings and generators.
 
     Args:
         observer: a mode in which to call it.
         grad: whether autograd records.
+        draws: False where it is known to draw no random numbers: a mode costs 10 us an operation.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(without_modes())
-        stack.enter_context(without_global_module_hooks())
-        stack.enter_context(torch.set_grad_enabled(grad))
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-        stack.enter_context(warnings.catch_warnings())
+    generator, observer = OwnGenerator() if draws else contextlib.nullcontext(), observer or contextlib.nullcontext()
+    with without_modes(), without_global_module_hooks(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stack.enter_context(OwnGenerator())
-        stack.enter_context(observer or contextlib.nullcontext())
-        return function()
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", enabled=False), generator, observer:
+            return function()
 
 
 def equal(actual, expected, exact=True):
@@ -136,10 +133,14 @@ def tensors(value):
 
 def linear(weight, bias=None):
     """Return a linear layer with these values."""
-    layer = torch.nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
-    for name, value in (("weight", weight), ("bias", bias)):
-        layer._parameters[name] = None if value is None else torch.nn.Parameter(value)
-    return layer
+    values = {name: x if x is None else torch.nn.Parameter(x) for name, x in (("weight", weight), ("bias", bias))}
+    return _shallow_copy(_linear_of(torch.nn.Linear, *weight.shape, bias is not None), {"_parameters": values})
+
+
+@functools.lru_cache(64)
+def _linear_of(cls, rows, cols, bias):
+    """Return a linear layer without values, whose initial values would take longer than a probe."""
+    return cls(cols, rows, bias, device="meta")
 
 
 def random_rows(generator, *shape, dtype=torch.float32):

@@ -341,8 +341,9 @@ def all_code(code):
             yield from all_code(constant)
 
 
+@functools.lru_cache(4096)
 def instructions_of(code):
-    """List the instructions that `dis` shows, those that Python 3.13 joins apart again."""
+    """Return the instructions that `dis` shows, those that Python 3.13 joins apart again."""
     listed = []
     for instruction in dis.get_instructions(code):
         joined = re.findall("LOAD_FAST|STORE_FAST", instruction.opname)
@@ -351,7 +352,7 @@ def instructions_of(code):
             listed += [instruction._replace(opname=opname, argval=argval) for opname, argval in pairs]
         elif instruction.opname not in SKIPPED:
             listed.append(instruction)
-    return listed
+    return tuple(listed)
 
 
 class _Scope(NamedTuple):
@@ -372,10 +373,9 @@ def _read_constants(instructions, listed, code):
 
 def _read_instructions(instructions, scope, code):
     kind, chain, holds_a_device = None, [], False
-    listed = instructions_of(instructions)
-    _read_constants(instructions, listed, code)
-    listed.append(None)
-    for place, (instruction, before, after) in enumerate(zip(listed, [None, *listed], [*listed[1:], None])):
+    listed = (*instructions_of(instructions), None)
+    _read_constants(instructions, listed[:-1], code)
+    for place, (instruction, before, after) in enumerate(zip(listed, (None, *listed), (*listed[1:], None))):
         name = instruction and instruction.opname
         if name in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM") or name and name.startswith("LOAD_SUPER_"):
             attribute = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
@@ -441,7 +441,7 @@ def _takes_an_entry(instructions):
 
 def _read_lookups(instructions, scope, code):
     """Note names that getattr and hasattr look up; refuse those that code computes."""
-    listed = [i for i in dis.get_instructions(instructions) if i.opname not in SKIPPED]
+    listed = instructions_of(instructions)
     for place, instruction in enumerate(listed):
         named, attributes = [], ()
         if instruction.opname == "LOAD_GLOBAL" and instruction.argval in ("isinstance", "issubclass"):

@@ -79,7 +79,7 @@ def is_torchs(x):
 
 
 class _Operations(TorchDispatchMode):
-    """List the names of operations that compute, and numbers among their arguments.
+    """List operations that compute, numbers among their arguments, and whether one draws.
 
     Args:
         shape: of the rows.
@@ -87,10 +87,11 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self, shape=(), in_place=True):
         super().__init__()
-        self.shape, self.in_place, self.names, self.numbers = shape, in_place, Counter(), set()
+        self.shape, self.in_place, self.draws, self.names, self.numbers = shape, in_place, False, Counter(), set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         if name in ROWS_TAKEN and _takes_rows(name, args, self.shape):
             self.names["a part of the rows"] += 1
         elif (not is_view_operation(func) or operation_schema(func).is_mutable) and name not in COPIES:
@@ -190,6 +191,7 @@ class Proof:
         width_is_given: the rows have the width of the module's, which its code may compare.
         at_width: number of columns -> arguments in fp32, where the rows may have any.
         roles: names of float attributes that the op reads. A module with others is compared with their values, too.
+        draws: one of both draws random numbers, as was traced.
     """
 
     original: object
@@ -203,6 +205,7 @@ class Proof:
     width_is_given: bool = False
     at_width: object = None
     roles: tuple = ()
+    draws: bool = False
 
     def holds_for(self, module, constants=()):
         """Tell whether the op computes a module: on ordinary rows, then by both witnesses.
@@ -247,8 +250,7 @@ class Proof:
                         return f"differs from the op in {str(dtype).removeprefix('torch.')}, {mode}, {shown}"
                 for shape in self.other_shapes:
                     args = _scaled(self.case(dtype, shape), ORDINARY)
-                    runs = probing.outputs(self.original, [(training, *args)]) is not None
-                    if runs and not self._agrees(training, args):
+                    if not self._agrees(training, args, if_it_fails=True):
                         return f"differs from the op for inputs of {len(shape) + 1} dimensions"
         *leading, last = self.shapes[0]
         many = (*leading, last * max(MOST_ELEMENTS // self.case(torch.float32, self.shapes[0])[0].numel(), 1))
@@ -265,14 +267,16 @@ class Proof:
         for dtype in WITNESS_DTYPES:
             for shape in self.shapes:
                 args = self.case(dtype, shape)
-                (names, seen), (reference, _) = (
+                traced, reference = (
                     _operations(functools.partial(function, training, *args), args[0].shape, self.in_place)
                     for function in (self.original, self.replacement)
                 )
-                if names is None or reference is None:
+                if traced is None or reference is None:
                     return f"does not run in {str(dtype).removeprefix('torch.')}"
-                numbers |= seen
-                extra = next((name for name in names if not _is_explained(name, names, reference)), None)
+                numbers |= traced.numbers
+                self.draws |= traced.draws or reference.draws
+                names = traced.names
+                extra = next((name for name in names if not _is_explained(name, names, reference.names)), None)
                 if extra:
                     return f"computes {extra}, which the op does not"
                 first = first or names
@@ -305,17 +309,18 @@ class Proof:
         x, *rest = self.case(dtype, self.shapes[0])
         yield "rows of zeros", (torch.zeros_like(x), *rest)
 
-    def _agrees(self, training, args, exact=True):
+    def _agrees(self, training, args, exact=True, if_it_fails=False):
         """Tell whether both give the same, and the module writes to no argument."""
         versions = [tensor_version(x) for x in probing.tensors(args)]
         try:
-            expected = probing.run(lambda: self.original(training, *args))
+            expected = probing.run(lambda: self.original(training, *args), draws=self.draws)
         except Exception:  # a model's own code may raise any exception
-            return False
+            return if_it_fails
         if versions != [tensor_version(x) for x in probing.tensors(args)]:
             return False
         try:
-            return probing.equal(probing.run(lambda: self.replacement(training, *args)), expected, exact and self.exact)
+            actual = probing.run(lambda: self.replacement(training, *args), draws=self.draws)
+            return probing.equal(actual, expected, exact and self.exact)
         except Exception:  # an op may refuse its arguments
             return False
 
@@ -351,18 +356,19 @@ def _widths(constants):
 
 
 def _operations(function, shape=(), in_place=True):
-    """Return a function's operations (None if it fails) and the numbers among their arguments."""
+    """Return the `_Operations` of a function, or None if it fails."""
     operations = _Operations(shape, in_place)
     try:
         probing.run(function, operations)
     except Exception:  # a model's own code may raise any exception
-        return None, set()
-    return operations.names, operations.numbers
+        return None
+    return operations
 
 
 def operations_of(function):
     """Return the names of the operations that a function runs, or None if it fails."""
-    return _operations(function)[0]
+    operations = _operations(function)
+    return operations and operations.names
 
 
 def is_mlp_operation(name):
