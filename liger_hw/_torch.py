@@ -395,6 +395,18 @@ def share_memory(tensor, values) -> None:
         tensor.data = values
 
 
+def from_first_element(values):
+    """Return a view of part of a tensor's memory whose storage begins there.
+
+    Autograd replays later views of a tensor of a subclass on a gradient whose memory begins at its first element.
+    """
+    storage, start = values.untyped_storage(), values.storage_offset() * values.element_size()
+    if not start or storage.device.type == "meta":
+        return values
+    part = storage[start : storage.nbytes()]
+    return torch.empty(0, dtype=values.dtype, device=values.device).set_(part, 0, values.shape, values.stride())
+
+
 def has_hooks(module) -> bool:
     """Tell whether a call of `module` runs hooks, its own or those of all modules."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

@@ -39,6 +39,7 @@ from liger_hw.patching.record import (
 )
 
 WRITTEN_BESIDE_A_VIEW = f"logits cannot be written in place within the model beside a view of them: {ADVICE}"
+ANOTHER_OFFSET = f"a part of the logits that the model takes begins at another offset of its memory here: {ADVICE}"
 NO_MEMORY = f"the logits were not computed and have no memory: read them by an operation of torch first, or {ADVICE}"
 
 
@@ -63,6 +64,7 @@ METADATA_FUNCTIONS = _functions("size", "dim", "numel", "stride", "is_contiguous
 PRINTS = T.__repr__, T.__format__  # with the name of the class
 # first of all, because each loss reads them
 READ_AT_EACH_LOSS = {T.shape.__get__, T.dtype.__get__, T.device.__get__, T.numel}
+OFFSETS = _functions("storage_offset", "as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter")
 STEPS = {function: operation for name, operation in OPERATIONS.items() for function in _functions(name)}
 SUMS = _functions("add", "__add__")
 FUSED = {
@@ -187,7 +189,7 @@ class Cell:
                 # as in the forward, where the unpatched model computed them
                 with _torch.hidden_from_modes(), inference, torch.no_grad():
                     if self.parent is not None:
-                        self.values = apply_steps(self.parent.read(), self.record.steps[-1:])
+                        self.values = _torch.from_first_element(apply_steps(self.parent.read(), self.record.steps[-1:]))
                     else:  # a program may have written to the parent's values
                         self.values = self.source.logits(self.record.steps)
         return self.values
@@ -248,6 +250,8 @@ class LazyLogits(Deferred):
             with _torch.without_torch_function():
                 return func(*args)
         kwargs = kwargs or {}
+        if func in OFFSETS and args and isinstance(args[0], LazyLogits) and args[0].cell.parent is not None:
+            raise RuntimeError(ANOTHER_OFFSET)
         if func in PRINTS:
             return func(args[0].as_subclass(torch.Tensor), *args[1:], **kwargs)
         if len(types) > 1 and any(map(_is_foreign, types)):  # a program's class, which then decides

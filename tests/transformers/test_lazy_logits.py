@@ -528,6 +528,42 @@ def test_within_the_model_a_write_through_a_view_of_a_view(view, recorded, throu
     pair.assert_same_gradients()
 
 
+@pytest.mark.parametrize("recording", [True, False], ids=["within the model", "after it"])
+@pytest.mark.parametrize(
+    "slice_of", [lambda x: x[:, 2:], lambda x: x[1:], lambda x: x[..., 4:], lambda x: x[:, 1:][1:], lambda x: x[:, :-1]]
+)
+@pytest.mark.parametrize(
+    "part_of",
+    [
+        lambda x: x[0, 1:], lambda x: x.flatten(0, 1)[1:], lambda x: x.unsqueeze(0).squeeze(0),
+        lambda x: x[-1][..., 2:],
+        lambda x: x.transpose(0, 1)[1:].narrow(-1, 1, 3), lambda x: x.select(0, 0).t()[2:],
+    ],
+)  # fmt: skip
+def test_a_write_to_a_part_of_a_view_of_a_slice(slice_of, part_of, recording):
+    pair, losses = Pair(recording=True), []
+    for x in pair.both():
+        rows = slice_of(x)
+        if x is pair.lazy:
+            x.cell.call.forward.recording = recording
+        view = rows[:]  # a view by torch
+        part_of(view).mul_(3.0)
+        part_of(view)[0] = 0.5
+        losses.append(view.square().sum())
+    torch.testing.assert_close(*losses)
+    losses[0].backward(), losses[1].backward()
+    pair.assert_same_gradients()
+
+
+@pytest.mark.parametrize("ask", [lambda x: x.storage_offset(), lambda x: torch.as_strided(x, (2, 2), (1, 1), 0)])
+def test_where_the_memory_of_a_slice_begins_is_refused(ask):
+    rows = Pair(recording=True).lazy[:, 2:]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="skip_logits=False"):
+            ask(rows)
+        rows.sum()
+
+
 def test_views_by_torch_do_not_keep_the_logits():
     lazy = Pair(recording=True).lazy
     rows = lazy[:, 1:]
