@@ -23,7 +23,7 @@ from liger_hw.patching.column_parallel import column_parallel_logits
 from liger_hw.patching.head_call import recording_and_hooks
 from liger_hw.patching.hooks import only_gathers
 from liger_hw.patching.lazy_logits import lazy_logits
-from liger_hw.patching.lora import HELPERS, layer_pins, variant
+from liger_hw.patching.lora import HELPERS, dropout_rate, layer_pins, variant
 from liger_hw.patching.match import Match
 from liger_hw.patching.swapping import ARMED, patched_class, swap
 from liger_hw.patching.traced_logits import TracedLogits
@@ -201,7 +201,8 @@ def _is_one_product(lora, x):
         and getattr(lora, "cast_input_dtype_enabled", True)
         and all(_is_linear(m) and m.weight.dtype == base.weight.dtype and _torch.is_plain(m.weight) for m in linears)
         and all(lora.lora_B[name].bias is None for name in names)
-        and all(map(_only_multiplies, (lora, base, *(lora.lora_B[name] for name in names))))
+        and all(map(_only_multiplies, (lora, *linears)))  # a hook may also write to x, which the base reads first
+        and all(dropout_rate(lora.lora_dropout[name]) is not None for name in names)
         and _torch.is_plain(x)
         and _ops_compute(base, x)
     )

@@ -334,7 +334,7 @@ def _adapter(lora, name, layers):
     layers_a, layers_b, dropouts = layers
     lora_a, bias_a = _weight_and_bias(layers_a[name])
     lora_b, bias = _weight_and_bias(layers_b[name])
-    rate, scaling = _rate(dropouts[name]), lora.scaling[name]
+    rate, scaling = dropout_rate(dropouts[name]), lora.scaling[name]
     if rate is None or not isinstance(scaling, (int, float)) or lora_a is None or lora_b is None:
         return None
     fits = bias_a is None and lora_a.dtype in KERNEL_DTYPES
@@ -408,8 +408,9 @@ def _weight_in_4_bits(base, x, lora_a, rate):
     return arguments._replace(dtype=dtype), bias
 
 
-def _rate(dropout):
-    """Return a dropout layer's rate; None where it may do something else."""
+def dropout_rate(dropout):
+    """Return a dropout layer's rate; None where it may do or write more."""
     if type(dropout) not in (torch.nn.Identity, torch.nn.Dropout) or is_intercepted(dropout):
         return None
-    return dropout.p if type(dropout) is torch.nn.Dropout and dropout.training else 0.0
+    drops = type(dropout) is torch.nn.Dropout and dropout.training
+    return (None if dropout.inplace else dropout.p) if drops else 0.0

@@ -167,18 +167,22 @@ def test_changes_of_state(tmp_path):
         ({"second": {"use_dora": True}}, lambda layer: None),
         ({"second": {}}, lambda layer: layer.scaling.update(second=torch.tensor(0.5))),
         ({"second": {}}, lambda layer: layer.lora_B["second"].register_forward_hook(lambda _, args, y: 2 * y)),
+        ({"lora_dropout": 0.1}, lambda layer: vars(layer.lora_dropout["default"]).update(inplace=True)),
     ],
-    ids=["dropout of two", "another dtype", "DoRA with dropout", "DoRA of two", "a tensor as scaling", "a hook"],
-)
+    ids=[
+        *("dropout of two", "another dtype", "DoRA with dropout", "DoRA of two", "a tensor as scaling", "a hook"),
+        "a dropout that writes to its input",
+    ],
+)  # fmt: skip
 def test_states_that_peft_computes(options, change):
     plain, patched = pair(**options)
+    results = []
     for wrapped in (plain, patched):
         change(layer_of(wrapped))
-    x, results = torch.ones(2, COLS), []
-    for wrapped in (plain, patched):
         torch.manual_seed(2)
-        results.append(layer_of(wrapped)(x))
-    assert layer_of(patched).liger_adapted(x) is None and torch.equal(*results)
+        x = torch.ones(2, COLS)
+        results.append((layer_of(wrapped)(x), x))
+    assert layer_of(patched).liger_adapted(x) is None and all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("learns", [True, False], ids=["input learns", "input is data"])
