@@ -12,16 +12,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-OPS = ["tests/kernels", "tests/test_dispatch.py", "tests/test_tracing.py"]
+OPS = ["tests/kernels", "tests/test_dispatch.py"]
+SLOW_OPS = [
+    "tests/kernels/test_huge_logits.py", "tests/kernels/test_incoming_gradients.py",
+    "tests/kernels/test_vocabulary_parallel.py", "tests/test_tracing.py",
+]  # fmt: skip
 CALLERS = [
     "tests/losses", "tests/transformers/test_kernels_in_models.py", "tests/transformers/test_lora_layers.py",
 ]  # fmt: skip
 PROGRAMS = [
-    "tests/test_examples.py", "tests/test_new_op.py", "tests/lab/test_bench.py", "tests/lab/test_distributed_bench.py",
-    "tests/lab/test_emulation.py", "tests/lab/test_loss_bench.py", "tests/transformers/test_activations.py",
-    "tests/transformers/test_compiled_models.py", "tests/transformers/test_converge.py",
-    "tests/transformers/test_engines.py", "tests/transformers/test_lazy_logits_everywhere.py",
-    "tests/transformers/test_training.py", "tests/integrations/test_trainer_matrix.py",
+    "tests/test_cli.py", "tests/test_examples.py", "tests/test_imports.py", "tests/test_new_op.py",
+    "tests/test_sharding.py", "tests/fuzz/test_programs.py", "tests/lab/test_bench.py",
+    "tests/lab/test_distributed_bench.py", "tests/lab/test_documentation.py", "tests/lab/test_emulation.py",
+    "tests/lab/test_loss_bench.py", "tests/transformers/test_activations.py",
+    "tests/transformers/test_adapters_on_ranks.py", "tests/transformers/test_autocast_cache.py",
+    "tests/transformers/test_compiled_models.py", "tests/transformers/test_context_parallel.py",
+    "tests/transformers/test_converge.py", "tests/transformers/test_engines.py",
+    "tests/transformers/test_lazy_logits_everywhere.py", "tests/transformers/test_monkey_patch.py",
+    "tests/transformers/test_tensor_parallel.py", "tests/transformers/test_training.py",
+    "tests/transformers/test_unusual_models.py", "tests/integrations/test_plugins.py",
+    "tests/integrations/test_token_metrics.py", "tests/integrations/test_trainer_matrix.py",
     "tests/integrations/test_trainers.py", "tests/integrations/test_trainers_as_documented.py",
 ]  # fmt: skip
 MODELS = ["tests/transformers/test_models.py", "tests/transformers/test_parts.py"]
@@ -69,20 +79,20 @@ def test(*args):
     # interpreter; the second has the tests that need it.
     return each(
         pytest("--archs", "turns", *whole, *args),
-        pytest(*OPS, "--archs", "turns", *args, **INTERPRETED),
+        pytest(*OPS, "--archs", "turns", *(f"--ignore={path}" for path in SLOW_OPS), *args, **INTERPRETED),
     )
 
 
 def programs(*args):
-    """Run the tests of whole programs: examples, training, engines, compiled models, the benchmark, the emulation."""
+    """Run the tests of whole programs: examples, commands, training, ranks, compiled models, the benchmark."""
     return pytest("--archs", "turns", *PROGRAMS, *args)
 
 
 def models(*args):
-    """Compare every class of language models with its patched copy; run kernels in models."""
+    """Compare every class of language models with its patched copy; interpret slow tests of kernels."""
     return each(
         pytest("--models", "all", *MODELS, *args),
-        pytest(*CALLERS, "--archs", "turns", *args, **INTERPRETED),
+        pytest(*SLOW_OPS, *CALLERS, "--archs", "turns", *args, **INTERPRETED),
     )
 
 
@@ -93,7 +103,7 @@ def compile(*args):
 
 def interpret(*args):
     """Run kernels in Triton's interpreter for every vendor, or for LIGER_HW_BACKEND."""
-    return pytest(*OPS, *CALLERS, *args, **INTERPRETED)
+    return pytest(*OPS, "tests/test_tracing.py", *CALLERS, *args, **INTERPRETED)
 
 
 def mutants(*args):
@@ -158,7 +168,8 @@ def oldest(*args):
     index = ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
     if status := install(*index, *bounds, OLDEST_NUMPY, keep_torch=False):
         return status
-    return test(*args) or pytest(*MODELS, "tests/transformers/test_compiled_models.py", *args)
+    others = [f"tests/{name}.py" for name in ("test_imports", "test_sharding", "transformers/test_compiled_models")]
+    return test(*args) or pytest(*MODELS, *others, *args)
 
 
 def trl(*args):
