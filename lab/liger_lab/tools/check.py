@@ -13,33 +13,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 OPS = ["tests/kernels", "tests/test_dispatch.py"]
-SLOW_OPS = [
-    "tests/kernels/test_huge_logits.py", "tests/kernels/test_incoming_gradients.py",
-    "tests/kernels/test_vocabulary_parallel.py", "tests/test_tracing.py",
-]  # fmt: skip
-CALLERS = [
-    "tests/losses", "tests/transformers/test_kernels_in_models.py", "tests/transformers/test_lora_layers.py",
-]  # fmt: skip
-PROGRAMS = [
-    "tests/test_cli.py", "tests/test_examples.py", "tests/test_imports.py", "tests/test_new_op.py",
-    "tests/test_sharding.py", "tests/fuzz/test_programs.py", "tests/lab/test_bench.py",
-    "tests/lab/test_distributed_bench.py", "tests/lab/test_documentation.py", "tests/lab/test_emulation.py",
-    "tests/lab/test_loss_bench.py", "tests/transformers/test_activations.py",
-    "tests/transformers/test_adapters_on_ranks.py", "tests/transformers/test_autocast_cache.py",
-    "tests/transformers/test_compiled_models.py", "tests/transformers/test_context_parallel.py",
-    "tests/transformers/test_converge.py", "tests/transformers/test_engines.py",
-    "tests/transformers/test_lazy_logits_everywhere.py", "tests/transformers/test_monkey_patch.py",
-    "tests/transformers/test_tensor_parallel.py", "tests/transformers/test_training.py",
-    "tests/transformers/test_unusual_models.py", "tests/integrations/test_plugins.py",
-    "tests/integrations/test_token_metrics.py", "tests/integrations/test_trainer_matrix.py",
-    "tests/integrations/test_trainers.py", "tests/integrations/test_trainers_as_documented.py",
-]  # fmt: skip
-MODELS = ["tests/transformers/test_models.py", "tests/transformers/test_parts.py"]
-COMPILED = ["tests/lab/test_targets.py", "tests/losses/test_losses_on_targets.py"]
+
+
+def files(**folders: str) -> list[str]:
+    """Return the paths of files of tests, by folder and the middle of their names."""
+    names = [(folder, name) for folder in folders for name in folders[folder].split()]
+    return [str(Path("tests", folder.removeprefix("tests"), f"test_{name}.py")) for folder, name in names]
+
+
+SLOW_OPS = files(kernels="huge_logits incoming_gradients vocabulary_parallel", tests="tracing")
+CALLERS = ["tests/losses", *files(transformers="kernels_in_models lora_layers")]
+PROGRAMS = files(
+    tests="cli examples imports new_op sharding",
+    fuzz="programs",
+    lab="bench distributed_bench documentation emulation loss_bench",
+    transformers="activations adapters_on_ranks autocast_cache compiled_models context_parallel converge engines "
+    "lazy_logits_everywhere monkey_patch tensor_parallel training unusual_models",
+    integrations="plugins token_metrics trainer_matrix trainers trainers_as_documented",
+)
+MODELS = files(transformers="models parts")
+COMPILED = files(lab="targets", losses="losses_on_targets")
 MUTANTS = ["rms_norm", "glu", "logits_divergence", "sequences"]
-EMULATED = (  # an op of each folder of kernels: all take five minutes, which the nightly job has
-    "cross_entropy", "experts", "geglu", "lora_linear", "mhc_pre", "rms_norm", "rope",
-)  # fmt: skip
+# an op of each folder of kernels: all take five minutes, which the nightly job has
+EMULATED = "cross_entropy", "experts", "geglu", "lora_linear", "mhc_pre", "rms_norm", "rope"
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 NO_TESTS = 5  # pytest's status where -k selects none
 NIGHTLY = "https://download.pytorch.org/whl/nightly/cpu"
@@ -103,7 +99,7 @@ def compile(*args):
 
 def interpret(*args):
     """Run kernels in Triton's interpreter for every vendor, or for LIGER_HW_BACKEND."""
-    return pytest(*OPS, "tests/test_tracing.py", *CALLERS, *args, **INTERPRETED)
+    return pytest(*OPS, *files(tests="tracing"), *CALLERS, *args, **INTERPRETED)
 
 
 def mutants(*args):
@@ -143,13 +139,12 @@ def distributed(*args):
     # DeepSpeed's operators compile at their first use, not here
     if status := install("--no-build-isolation", "setuptools", "deepspeed", *packages, DS_BUILD_OPS="0"):
         return status
-    files = [f"tests/transformers/test_{name}.py" for name in ("deepspeed", "small_optimizers")]
-    files += [f"tests/lab/test_{name}.py" for name in ("bench", "distributed_bench")]
+    paths = files(transformers="deepspeed small_optimizers", lab="bench distributed_bench", tests="examples")
     names = "deepspeed or small_optimizers or launch or two_ranks or offloaded or every_optimizer"
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(sys.prefix, "torch_extensions"))
     for lock in cache.glob("*/lock"):  # a run that ended while it compiled leaves it, and the next waits for ever
         lock.unlink()
-    words = "-m", "pytest", *files, "tests/test_examples.py", "-k", names
+    words = "-m", "pytest", *paths, "-k", names
     return run(*words, *args, TORCH_EXTENSIONS_DIR=str(cache))
 
 
@@ -168,7 +163,7 @@ def oldest(*args):
     index = ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
     if status := install(*index, *bounds, OLDEST_NUMPY, keep_torch=False):
         return status
-    others = [f"tests/{name}.py" for name in ("test_imports", "test_sharding", "transformers/test_compiled_models")]
+    others = files(tests="imports sharding", transformers="compiled_models")
     return test(*args) or pytest(*MODELS, *others, *args)
 
 
@@ -176,8 +171,8 @@ def trl(*args):
     """Test losses and examples with the newest TRL; installs TRL, Lightning and bitsandbytes."""
     if status := install("trl>=1.16", "requests", "lightning", "bitsandbytes"):
         return status
-    files = "tests/losses/test_trl.py", "tests/integrations/test_trl_steps.py", "tests/test_examples.py"
-    return run("-m", "pytest", "-n", "2", "-k", "trl or example", *files, *args, **QUIET_TRL)
+    paths = files(losses="trl", integrations="trl_steps", tests="examples")
+    return run("-m", "pytest", "-n", "2", "-k", "trl or example", *paths, *args, **QUIET_TRL)
 
 
 def hub(*args):
